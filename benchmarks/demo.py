@@ -1,4 +1,4 @@
-"""The main job: `backend="apollo"` trains a real CLIP, and shows what it did and what that was worth.
+"""The main job: `backend="apollo"` trains a real CLIP, and shows its plan and its speed.
 
     python -m benchmarks.demo
 

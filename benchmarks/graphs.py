@@ -1,6 +1,6 @@
 """Segment graphs of the workloads at size `base`, saved so that planning them needs neither torch nor their models.
 
-    python -m benchmarks.graphs [--only clip,llava] [--folder DIR]     write <workload>_<part>.json anew
+    python -m benchmarks.graphs [--only clip,llava] [--folder DIR]     write <workload>_<part>.json again
     load_graphs() -> SegmentGraph by name                              read those of benchmarks/graphs
 
 A training step is traced in bfloat16 on fake tensors, through the stages up to the partition: nothing is executed, and
@@ -141,7 +141,7 @@ def _return_empty(graph_module: fx.GraphModule) -> Callable[[list[Any]], list[An
 
 
 def _fake_weights(model: nn.Module, fakes: FakeTensorMode) -> None:
-    """Replace parameters and buffers; what is shared stays shared."""
+    """Replace parameters and buffers; shared ones stay shared."""
     from torch import nn
 
     fake_by_id: dict[int, nn.Parameter] = {}

@@ -7,9 +7,9 @@
 `torch.testing._internal` describes 672 operators that take float32 on a CPU and 114 modules, with samples of their
 inputs. A case is one of them: up to `MAX_SAMPLES` of its samples, as different as they come, or the only one twice, are
 computed in one graph, so that there is something to cut and to run at the same time. It runs `STEPS` times, forward and
-backward, in eager, with apollo, and with what runs the same code without it, the rival: Inductor's decompositions
-uncompiled where bodies are eager, Inductor where they are compiled. Outputs, gradients, and what inputs, parameters and
-buffers are at the end are compared as in `benchmarks.sweep`, whose settings and outcomes these are too: no comparison,
+backward, in eager, with apollo, and with the rival, which runs the same code without it: Inductor's decompositions
+uncompiled where bodies are eager, Inductor where they are compiled. Outputs, gradients, and the last values of inputs,
+parameters and buffers are compared as in `benchmarks.sweep`, whose settings and outcomes these are too: no comparison,
 hand-overs that are free, our own defects raised. Modules are in training mode, and in eval mode too if they tell the
 two apart.
 
@@ -22,24 +22,27 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from tqdm import tqdm
 
-from benchmarks.harness.apart import run_apart
+from apollo_compile.session import registry
+from apollo_compile.tools.bench.facts import machine_facts
+from benchmarks.harness.results import load_results, run_each, save_results
 from benchmarks.sweep import (
     BODIES,
     OUTCOMES,
@@ -54,15 +57,13 @@ from benchmarks.sweep import (
     problem_of,
 )
 
-KINDS = ("operator", "module")
-
 MAX_SAMPLES = 4
 STEPS = 2
 CASES_PER_PROCESS = {"eager": 60, "native": 20}
-"""What a process compiled stays in its memory; importing torch's tests takes it ten seconds."""
+"""Compiled code stays in the memory of a process; importing torch's tests takes it ten seconds."""
 
 MIN_SHARES = {"eager": 0.05, "native": 0.2}
-"""Of a graph's work that a segment has, by bodies: each segment takes a C++ compile, or none."""
+"""Least shares of a graph's work in a segment, by bodies: each segment takes a C++ compile, or none."""
 
 FEW = (
     ("operator", "addmm"),
@@ -92,7 +93,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of a case."""
+    """The outcome of a case."""
 
     case: Case
     outcome: str
@@ -106,49 +107,30 @@ class Result:
     reasons: tuple[str, ...] = ()
     """Why graphs went to Inductor, or Dynamo left something in eager."""
     problem: str = ""
-    """Of apollo: the worst difference, or the error."""
+    """The worst difference of apollo, or its error."""
     rivals: Mapping[str, str] = field(default_factory=dict)
-    """By backend of torch that was asked, its own problem; an empty text where it is right."""
+    """Problems of torch's backends, by their names; an empty text where one is right."""
     seconds: float = 0.0
     commit: str = ""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is not in the file yet, print a line for each case; return the exit code."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
+    """Run cases that the file lacks, print a line for each case; return the exit code."""
     args = _parse(arguments)
     commit = str(machine_facts()["commit"])
-    results = {result.case: result for result in load(args.json)} if args.json and args.json.exists() else {}
+    kept = load_results(args.json, Result) if args.json is not None and args.json.exists() else []
+    results = {result.case: result for result in kept}
     known = {case for case, result in results.items() if result.commit == commit and not commit.endswith("-dirty")}
     chosen = _cases(args)
     cases = [case for case in chosen if case not in known]
     for result in run_cases(cases, timeout_s=args.timeout):
         results[result.case] = replace(result, commit=commit)
         if args.json is not None:
-            save(args.json, results.values())
+            save_results(args.json, results.values())
         tqdm.write(format_result(result))
     found = [results[case] for case in chosen]
     print(", ".join(f"{outcome} {sum(result.outcome == outcome for result in found)}" for outcome in OUTCOMES))
     return 1 if any(result.outcome == "failed" for result in found) else 0
-
-
-def load(path: Path) -> list[Result]:
-    """Read what `save` wrote."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        Result(**{**item, "case": Case(**item["case"]), "reasons": tuple(item["reasons"])}) for item in content["cases"]
-    ]
-
-
-def save(path: Path, results: Iterable[Result]) -> None:
-    """Write results and the versions that they are for; each has its own commit."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}
-    lines = ",\n".join(json.dumps(asdict(result)) for result in results)
-    path.write_text(f'{{"machine": {json.dumps(machine)},\n"cases": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def format_result(result: Result) -> str:
@@ -160,18 +142,13 @@ def format_result(result: Result) -> str:
 
 
 def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
-    """Yield the result of every case; a process that dies or hangs costs its case alone."""
-    for bodies in BODIES:
+    """Yield the result of every case."""
+    for bodies, number in CASES_PER_PROCESS.items():
         own = [case for case in cases if case.bodies == bodies]
-        number = CASES_PER_PROCESS[bodies]
-        for case, result in run_apart(run_case, own, timeout_s=timeout_s, cases_per_process=number):
-            if isinstance(result, str):
-                yield Result(case=case, outcome="failed", problem=f"the process {result}")
-            else:
-                yield result
+        yield from run_each(run_case, own, Result, timeout_s=timeout_s, cases_per_process=number)
 
 
-# ---------------------------------------------------------------------------------------------- what torch describes
+# ---------------------------------------------------------------------------------------------- descriptions of torch
 
 
 @functools.cache
@@ -196,7 +173,7 @@ def all_cases(bodies: str = "eager") -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor stands among the arguments of a call."""
+    """The place of a tensor among the arguments of a call."""
 
     position: int
 
@@ -211,11 +188,11 @@ class Sample:
     """With a `Slot` for each tensor, as in `args`."""
     tensors: tuple[torch.Tensor, ...]
     finish: Callable[[Any], Any] = lambda outputs: outputs
-    """Makes of the outputs what has a gradient that is defined."""
+    """Makes outputs whose gradient is defined."""
 
     @property
     def signature(self) -> str:
-        """Return what tells it from other samples, numbers in tensors aside."""
+        """Return its difference from other samples, numbers in tensors aside."""
         shapes = [(tensor.dtype, tuple(tensor.shape), tensor.layout) for tensor in self.tensors]
         own = type(self.function).__name__, str(self.function) if isinstance(self.function, torch.nn.Module) else ""
         return repr((own, shapes, self.args, dict(self.kwargs)))
@@ -332,11 +309,6 @@ def run_case(case: Case) -> Result:
 
 
 def _run_case(case: Case) -> Result:
-    from torch._dynamo.utils import counters
-    from torch._inductor import config as inductor_config
-
-    from apollo_compile.session import registry
-
     samples = _samples_of(case)
     if not samples:
         return Result(case=case, outcome="fell back", reasons=("eager computes none of its samples",))
@@ -350,7 +322,7 @@ def _run_case(case: Case) -> Result:
     found: dict[str, Any] = {}
 
     def try_with(look: Callable[[], object] = bool, **compile_options: Any) -> tuple[Numbers, Problem | None]:
-        """Return the numbers of a compiled run, and what is wrong with them."""
+        """Return the numbers of a compiled run, and their problem."""
         counters.clear()
         actual: Numbers = {}
         try:
@@ -444,7 +416,7 @@ def _take_step(model: Several, function: Callable[..., Sequence[Any]], when: str
 
 
 def _numbers_of(outputs: Any, what: str) -> Numbers:
-    """Return what a sample gave; what is no number is part of a name."""
+    """Return the numbers of a sample's outputs; other values are parts of names."""
     numbers: Numbers = {}
     for position, leaf in enumerate(tree_leaves(outputs)):
         name = f"output {position} of {what}"

@@ -1,4 +1,4 @@
-"""Write down which operators the models of the sweep are made of: what `apollo_compile/operators/table.py` has to know.
+"""Write down the operators of the models of the sweep, which `apollo_compile/operators/table.py` has to know.
 
     python -m benchmarks.operators --json benchmarks/results/operators.json           every model
     python -m benchmarks.operators --json build/operators.json --only clip,bert
@@ -19,6 +19,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from apollo_compile.ir import NodeKind
+from apollo_compile.operators.effects import TORCH_NAMESPACES
+from apollo_compile.session import registry
 from benchmarks.run import names_of
 from benchmarks.sweep import Case, build_model, make_options, model_names, train
 
@@ -41,10 +44,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def operators_of(case: Case) -> set[str]:
     """Return the names of torch's operators in the graphs of a case."""
-    from apollo_compile.ir import NodeKind
-    from apollo_compile.operators.effects import TORCH_NAMESPACES
-    from apollo_compile.session import registry
-
     workload = build_model(case.model)
     others = registry.compiled_models()
     found: set[str] = set()

@@ -1,24 +1,29 @@
-"""How well plans hold up when they are run: predicted against measured makespans, their order, and the regret.
+"""Predicted against measured times of segments and of plans, the order of plans, and the regret.
 
     python -m benchmarks.plan_error --workloads clip,two_tower --size small --json out.json
 
-Per workload, in one process:
+Per workload, in one process; the profile is this machine's, so run `apollo calibrate` before:
 
 1. learn     every segment runs alone on all units and on half of them, as the first steps of a training run would have
              it; the observations replace the formulas, and the planner chooses by them.
 2. collect   at least `--plans` distinct plans per graph: the planner's own choice, all segments in turn on all units,
              and on half of them, the baselines of `rules.py`, and random changes of the choice.
 3. measure   all plans take turns in training steps, forward and backward with the same number; the median of a plan
-             counts. Where the machine was slower for a round, its times are divided by how much longer the plans took
-             in it than usual (the median over them).
-4. predict   every plan from the segments' times in those runs of step 3 in which nothing ran side by side: what is
-             wrong then is the model, and not that the machine has become slower since step 1.
+             counts. Where the machine was slower for a round, its times are divided by the median, over the plans, of
+             their times in it over their usual ones.
+4. predict   every plan from the segments' times in those runs of step 3 in which nothing ran side by side: an error is
+             then that of the simulator, and not of a machine that has become slower since step 1.
 
 Printed per graph: predicted and measured makespan of the choice, Kendall's tau between predicted and measured order of
-all plans, and the regret: measured time of the choice over the best measured one, minus 1. "planned" is what the
-planner promised in step 1, whatever the machine did since. Plans that run serially on lane 0 count as one plan. Of a
+all plans, and the regret: measured time of the choice over the best measured one, minus 1. "planned" is the promise of
+the planner in step 1, whatever the machine did since. Plans that run serially on lane 0 count as one plan. Of a
 whole step, the plans with the same number are added up; "together" is the regret over the best measured plans of all
 graphs, added up, which were the luckiest of many.
+
+Printed per class of segments and number of units: the median of |predicted / measured - 1|, the median with its sign
+(bias), and the 95th percentile, by formulas alone and with the observations of step 1. Measured is the median of the
+runs of step 3 without neighbours, so that a drift of the machine since step 1 is in the errors. The class of a segment
+is the kind of kernel with the largest share of its predicted time.
 """
 
 from __future__ import annotations
@@ -29,18 +34,33 @@ import random
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from scipy.stats import kendalltau
 from tabulate import tabulate
 from tqdm import tqdm
 
+from apollo_compile.cost_model.roofline import predict_kernel
 from apollo_compile.device.cpu.execute import Executable
-from apollo_compile.ir import Assignment, CostTable, LaneId, Observations, Origin, Plan, Quota, check
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.ir import (
+    Assignment,
+    CostTable,
+    LaneId,
+    Observations,
+    Origin,
+    Plan,
+    Quota,
+    Segment,
+    SegmentId,
+    Trace,
+    check,
+)
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan, to_problem
@@ -50,7 +70,6 @@ from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.monitor import is_same_placement, observe_trace
 from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS
-from benchmarks.model_error import plan_on_lane
 from benchmarks.rules import BASELINES
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build
@@ -71,7 +90,7 @@ class Variation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One plan: what was predicted and what was measured, in nanoseconds."""
+    """Predicted and measured makespans of one plan, in nanoseconds."""
 
     name: str
     planned_ns: int
@@ -80,6 +99,25 @@ class Result:
     measured_ns: float
     p10_ns: float
     p90_ns: float
+
+
+TIMES = ("planned_ns", "predicted_ns", "measured_ns", "p10_ns", "p90_ns")
+"""Fields of a `Result`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentError:
+    """One segment on one number of units, without neighbours, in nanoseconds."""
+
+    graph: str
+    segment: str
+    units: int
+    kind: str
+    """The kind of kernel with the largest share of the predicted time."""
+    formula_ns: int
+    learned_ns: int
+    """Predicted with the observations of step 1."""
+    measured_ns: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,55 +130,49 @@ class Comparison:
     """The least measured makespan; of a step, those of its graphs added up."""
 
     @property
-    def error(self) -> float:
-        """Predicted over measured makespan of the choice, minus 1."""
-        return self.results[0].predicted_ns / self.results[0].measured_ns - 1
-
-    @property
-    def planned_error(self) -> float:
-        """The same of what was predicted when it was chosen."""
-        return self.results[0].planned_ns / self.results[0].measured_ns - 1
-
-    @property
-    def tau(self) -> float:
-        """Kendall's tau-b between predicted and measured order; nan where all plans are predicted alike."""
+    def ratios(self) -> dict[str, float]:
+        """Errors of the choice, the order of all plans, and the regrets."""
+        choice = self.results[0]
         predicted, measured = zip(*((r.predicted_ns, r.measured_ns) for r in self.results), strict=True)
-        return float(kendalltau(predicted, measured).statistic)
-
-    @property
-    def regret(self) -> float:
-        """Measured makespan of the choice over the least measured one, minus 1."""
-        return self.results[0].measured_ns / min(result.measured_ns for result in self.results) - 1
-
-    @property
-    def regret_together(self) -> float:
-        """The same over `best_ns`."""
-        return self.results[0].measured_ns / self.best_ns - 1
+        return {
+            "planned_error": choice.planned_ns / choice.measured_ns - 1,
+            "error": choice.predicted_ns / choice.measured_ns - 1,
+            "tau": float(kendalltau(predicted, measured).statistic),  # nan where all plans are predicted alike
+            "regret": choice.measured_ns / min(measured) - 1,
+            "regret_together": choice.measured_ns / self.best_ns - 1,
+        }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write JSON; return the exit code."""
     args = _parse(arguments)
-    content: dict[str, Any] = {"machine": machine_facts(), "workloads": {}}
-    rows = []
+    content: dict[str, Any] = {"machine": machine_facts(), "workloads": {}, "segments": {}}
+    rows, errors = [], []
     for name in args.workloads:
         workload = build(name, args.size, batch=args.batch)
-        comparisons = compare_plans(workload, num_plans=args.plans, rounds=args.rounds, seed=args.seed)
+        comparisons, found = compare_plans(workload, num_plans=args.plans, rounds=args.rounds, seed=args.seed)
+        errors += found
         print(f"\n== {name}, {args.size}")
         for comparison in comparisons:
-            print(_plan_table(comparison), flush=True)
-            rows.append([name, *_row(comparison)])
-        content["workloads"][name] = [_to_json(comparison) for comparison in comparisons]
+            print(f"{comparison.name}\n{_plan_table(comparison)}\n", flush=True)
+            rows.append([name, comparison.name, len(comparison.results), *_cells(comparison)])
+        content["workloads"][name] = [
+            {"graph": each.name, **each.ratios, "plans": [asdict(result) for result in each.results]}
+            for each in comparisons
+        ]
+        content["segments"][name] = list(map(asdict, found))
         if args.json is not None:
             args.json.write_text(json.dumps(content, indent=1))
-    headers = ["workload", "graph", "plans", "choice", "planned ms", "predicted ms", "measured ms"]
+    headers = ["workload", "graph", "plans", *(f"{kind} ms" for kind in ("planned", "predicted", "measured"))]
     headers += ["planned", "predicted", "tau", "regret", "together"]
-    print("\n" + tabulate(rows, headers=headers))
+    print(f"\n{tabulate(rows, headers=headers)}\n\n{_segment_table(errors)}")
     return 0
 
 
-def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int = 0) -> list[Comparison]:
-    """Return one comparison per graph of the workload's training step, and one of the whole step."""
+def compare_plans(
+    workload: Workload, *, num_plans: int, rounds: int, seed: int = 0
+) -> tuple[list[Comparison], list[SegmentError]]:
+    """Return one comparison per graph of the workload's training step, one of the whole step, and all segments."""
     compiled = torch.compile(
         workload.model, backend="apollo", options={"plan.replan": False, "plan.autotune": False, "debug.strict": True}
     )
@@ -150,11 +182,13 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
 
     step()
     graphs = [graph for model in registry.find_models(workload.model) for graph in model.graphs]
+    formulas = [graph.compilation.costs for graph in graphs]
     for graph in graphs:
         graph.variants.adopt(learn(graph, step))
     plans = [collect_plans(graph, num_plans, random.Random(seed)) for graph in graphs]
     times: list[list[list[tuple[int, int]]]] = [[[] for _ in variations] for variations in plans]
     observations = [Observations() for _ in graphs]
+    alone: list[dict[int, list[Trace]]] = [defaultdict(list) for _ in graphs]
     count = max(len(variations) for variations in plans)
     for turn in tqdm(range(rounds), desc=f"   measuring {workload.name}", file=sys.stderr, mininterval=5):
         for index in range(count) if turn % 2 == 0 else reversed(range(count)):
@@ -166,11 +200,13 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
             for number, (graph, samples) in enumerate(zip(graphs, times, strict=True)):
                 trace, run = graph.trace(), graph.compilation
                 samples[index % len(samples)].append((turn, trace.duration_ns))
-                if len({span.lane for span in trace.spans}) == 1:
+                if len(lanes := {span.lane for span in trace.spans}) == 1:
+                    alone[number][len(run.plan.lanes[lanes.pop()].units)].append(trace)
                     observations[number] = observe_trace(
                         trace, run.plan, run.partition.graph, run.costs, observations[number]
                     )
-    comparisons = []
+    torch.compiler.reset()
+    comparisons, errors = [], []
     for graph, variations, found, observed in zip(graphs, plans, times, observations, strict=True):
         results = tuple(
             _result(variation, _predict(variation.compilation, observed), samples)
@@ -178,27 +214,67 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
         )
         best_ns = min(result.measured_ns for result in results)
         comparisons.append(Comparison(name=graph.compilation.capture.role, results=results, best_ns=best_ns))
-    return [*comparisons, _whole_step(comparisons, count)]
+    for variations, costs, traces in zip(plans, formulas, alone, strict=True):
+        errors += compare_segments(variations[0].compilation, costs, traces)
+    return [*comparisons, _whole_step(comparisons, count)], errors
+
+
+def compare_segments(
+    choice: Compilation, formulas: CostTable, traces: Mapping[int, Sequence[Trace]]
+) -> list[SegmentError]:
+    """Return the errors of all segments of a graph.
+
+    Arguments:
+        choice: planned with learned costs.
+        formulas: costs without observations.
+        traces: of runs without neighbours, by the number of units of their segments.
+    """
+    graph = choice.partition.graph
+    footprint = sum(buffer.num_bytes for buffer in graph.buffers)
+    errors = []
+    for units, found in sorted(traces.items()):
+        durations: dict[SegmentId, list[int]] = defaultdict(list)
+        for trace in found:
+            for span in trace.spans:
+                durations[span.segment].append(span.end_ns - span.start_ns)
+        formula, learned = (
+            [next(mode.duration_ns for mode in modes if mode.units == units) for modes in table.modes]
+            for table in (formulas, choice.costs)
+        )
+        errors += [
+            SegmentError(
+                graph=graph.role,
+                segment=segment.name,
+                units=units,
+                kind=_largest_kind(segment, choice.profile, units, footprint),
+                formula_ns=formula[segment.id],
+                learned_ns=learned[segment.id],
+                measured_ns=statistics.median(durations[segment.id]),
+            )
+            for segment in graph.segments
+        ]
+    return errors
+
+
+def _largest_kind(segment: Segment, profile: DeviceProfile, units: int, footprint: int) -> str:
+    shares: dict[str, float] = defaultdict(float)
+    for kernel in segment.work.parts:
+        shares[kernel.kind] += kernel.count * predict_kernel(kernel, profile, units, footprint=footprint).total_ns
+    return max(shares, key=lambda kind: shares[kind], default="nothing")
 
 
 def even_rounds(times: Sequence[Sequence[tuple[int, int]]]) -> list[list[float]]:
     """Return the times of all plans as if every round had been as fast as the others; before, with their rounds."""
-    slowness = find_slowness(times)
-    return [[ns / slowness[number] for number, ns in samples] for samples in times]
-
-
-def find_slowness(times: Sequence[Sequence[tuple[int, float]]]) -> dict[int, float]:
-    """Return by round how much longer than usual things took in it: the median over them; `times` as for plans."""
     ratios: dict[int, list[float]] = defaultdict(list)
     for samples in times:
         usual = statistics.median(ns for _, ns in samples)
         for number, ns in samples:
             ratios[number].append(ns / usual)
-    return {number: statistics.median(found) for number, found in ratios.items()}
+    return [[ns / statistics.median(ratios[number]) for number, ns in samples] for samples in times]
 
 
 def learn(graph: CompiledGraph, step: Any) -> Compilation:
-    """Return the compilation, planned anew after every segment was measured on all units and on half of them."""
+    """Return the compilation, planned with measurements of every segment on all units and on half of them."""
     start = graph.compilation
     segments = start.partition.graph
     observations = Observations()
@@ -230,9 +306,11 @@ def collect_plans(graph: CompiledGraph, num_plans: int, rng: random.Random) -> l
 
 
 def _in_turn(plan: Plan) -> dict[str, Plan]:
-    """Return the plans in which nothing runs side by side: on all units, and on half of them."""
+    """Return plans without neighbours: all segments in turn on all units, and on half of them."""
     half = LaneId(min(1, len(plan.lanes) - 1))
-    return {"serial": plan_on_lane(plan, LaneId(0)), "serial on fewer": plan_on_lane(plan, half)}
+    lanes = {"serial": LaneId(0), "serial on fewer": half}
+    in_order = range(len(plan.assignments))
+    return {name: _rearrange(plan, [lane] * len(in_order), in_order) for name, lane in lanes.items()}
 
 
 def _skeletons(choice: Compilation, rng: random.Random) -> Iterable[tuple[str, Plan]]:
@@ -303,14 +381,8 @@ def _result(variation: Variation, predicted_ns: int, times: Sequence[float]) -> 
 
 def _whole_step(comparisons: Sequence[Comparison], count: int) -> Comparison:
     def total(parts: Sequence[Result]) -> Result:
-        return Result(
-            name=" / ".join(dict.fromkeys(part.name for part in parts)),
-            planned_ns=sum(part.planned_ns for part in parts),
-            predicted_ns=sum(part.predicted_ns for part in parts),
-            measured_ns=sum(part.measured_ns for part in parts),
-            p10_ns=sum(part.p10_ns for part in parts),
-            p90_ns=sum(part.p90_ns for part in parts),
-        )
+        sums = {name: sum(getattr(part, name) for part in parts) for name in TIMES}
+        return Result(name=" / ".join(dict.fromkeys(part.name for part in parts)), **sums)
 
     steps = [[found.results[index % len(found.results)] for found in comparisons] for index in range(count)]
     best_ns = sum(found.best_ns for found in comparisons)
@@ -318,44 +390,34 @@ def _whole_step(comparisons: Sequence[Comparison], count: int) -> Comparison:
 
 
 def _plan_table(comparison: Comparison) -> str:
-    rows = [
-        [r.name, *(f"{ns / NS_PER_MS:.2f}" for ns in (r.planned_ns, r.predicted_ns, r.measured_ns, r.p10_ns, r.p90_ns))]
-        for r in comparison.results
-    ]
-    title = (
-        f"{comparison.name}: planned {comparison.planned_error:+.1%}, predicted {comparison.error:+.1%}, "
-        f"tau {comparison.tau:.2f}, regret {comparison.regret:.1%}, together {comparison.regret_together:.1%}"
-    )
-    return f"{title}\n{tabulate(rows, headers=('plan', 'planned ms', 'predicted ms', 'measured ms', 'p10', 'p90'))}\n"
+    rows = [[each.name, *(f"{getattr(each, time) / NS_PER_MS:.2f}" for time in TIMES)] for each in comparison.results]
+    return str(tabulate(rows, headers=("plan", *(f"{time.removesuffix('_ns')} ms" for time in TIMES))))
 
 
-def _row(comparison: Comparison) -> list[object]:
-    choice = comparison.results[0]
-    return [
-        comparison.name,
-        len(comparison.results),
-        choice.name,
-        round(choice.planned_ns / NS_PER_MS, 2),
-        round(choice.predicted_ns / NS_PER_MS, 2),
-        round(choice.measured_ns / NS_PER_MS, 2),
-        f"{comparison.planned_error:+.1%}",
-        f"{comparison.error:+.1%}",
-        f"{comparison.tau:.2f}",
-        f"{comparison.regret:.1%}",
-        f"{comparison.regret_together:.1%}",
-    ]
+def _cells(comparison: Comparison) -> list[str]:
+    """Return the times of the choice, and the ratios."""
+    times = [f"{getattr(comparison.results[0], time) / NS_PER_MS:.2f}" for time in TIMES[:3]]
+    return times + [f"{value:.2f}" if name == "tau" else f"{value:+.1%}" for name, value in comparison.ratios.items()]
 
 
-def _to_json(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "graph": comparison.name,
-        "planned_error": comparison.planned_error,
-        "error": comparison.error,
-        "tau": comparison.tau,
-        "regret": comparison.regret,
-        "regret_together": comparison.regret_together,
-        "plans": [asdict(result) for result in comparison.results],
-    }
+def _segment_table(errors: Sequence[SegmentError]) -> str:
+    groups: dict[tuple[str, int | str], list[SegmentError]] = defaultdict(list)
+    for error in errors:
+        for key in ((error.kind, error.units), (error.kind, "any"), ("all", error.units), ("all", "any")):
+            groups[key].append(error)
+    rows = []
+    for (kind, units), group in sorted(groups.items(), key=lambda item: tuple(map(str, item[0]))):
+        by_formula = [error.formula_ns / error.measured_ns - 1 for error in group]
+        learned = [error.learned_ns / error.measured_ns - 1 for error in group]
+        rows.append([kind, units, len(group), *_summary(by_formula), *_summary(learned)])
+    headers = ("mostly", "units", "segments", "formula", "bias", "p95", "learned", "bias", "p95")
+    return str(tabulate(rows, headers=headers))
+
+
+def _summary(errors: Sequence[float]) -> tuple[str, str, str]:
+    """Return the median size, the median with its sign, and the 95th percentile of the sizes."""
+    sizes = np.abs(errors)
+    return f"{np.median(sizes):.1%}", f"{np.median(errors):+.1%}", f"{np.quantile(sizes, 0.95):.1%}"
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -1,8 +1,8 @@
-"""The planner against schedules as others make them, on many graphs, without running any.
+"""The planner against the schedules of others, on many graphs, without running any.
 
     python -m benchmarks.planner --only clip,split --devices h200,cpu16 --json results/planner.json
 
-Graphs: forward and backward of six workloads (`graphs.py`) and synthetic training steps of 13 to 500 segments
+Graphs: forward and backward of six workloads (`graphs.py`) and synthetic training steps of 10 to 500 segments
 (`synthetic.py`). Devices: 132 units of the packaged profile `h200`, which comes from data sheets, and 16 of the
 packaged profile of CPUs. Durations are formulas, so every number here is a prediction.
 
@@ -42,6 +42,7 @@ from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.graphs import load_graphs
 from benchmarks.rules import BASELINES
+from benchmarks.run import names_of
 from benchmarks.workloads.synthetic import synthetic_graphs
 
 DEVICES: dict[str, Callable[[], DeviceProfile]] = {
@@ -63,7 +64,7 @@ SHORT_NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one method found for one graph; times in nanoseconds."""
+    """The plan of one method for one graph; times in nanoseconds."""
 
     makespan_ns: int
     """With interference."""
@@ -115,11 +116,12 @@ class Row:
 def main(arguments: list[str] | None = None) -> int:
     """Plan, print the table, write JSON; return the exit code."""
     args = _parse(arguments)
-    graphs = {name: graph for name, graph in _all_graphs().items() if any(part in name for part in args.only)}
-    tasks = [(graph, device) for device in args.devices for graph in graphs.values()][: args.limit]
+    graphs = load_graphs() | synthetic_graphs()
+    chosen = [graph for name, graph in graphs.items() if any(part in name for part in args.only)]
+    tasks = [(graph, device) for device in args.devices for graph in chosen]
     rows = []
     for graph, device in tqdm(tasks, desc="planning", file=sys.stderr, mininterval=1):
-        rows.append(measure(graph, device, args.time_limits, seed=args.seed))
+        rows.append(measure(graph, device, args.time_limits))
         if args.json is not None:
             _write(args.json, rows)
     print(format_rows(rows, args.time_limits))
@@ -129,8 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if defeats else 0
 
 
-def measure(graph: SegmentGraph, device: str, time_limits_s: Iterable[float], *, seed: int = 0) -> Row:
-    """Return what every method finds for a graph on a device."""
+def measure(graph: SegmentGraph, device: str, time_limits_s: Iterable[float]) -> Row:
+    """Return the plans of every method for a graph on a device."""
     profile = DEVICES[device]()
     costs = estimate_costs(graph, profile, Observations())
     problem = to_problem(graph, costs, lanes_for(graph, costs, profile.lanes))
@@ -141,12 +143,12 @@ def measure(graph: SegmentGraph, device: str, time_limits_s: Iterable[float], *,
         bound_ns=lower_bound(problem),
         baselines={name: _measure_rule(problem, baseline) for name, baseline in BASELINES.items()},
         greedy=_measure_rule(problem, greedy_schedules),
-        searches=tuple(_measure_search(problem, Effort(seed=seed, time_limit_s=limit)) for limit in time_limits_s),
+        searches=tuple(_measure_search(problem, Effort(time_limit_s=limit)) for limit in time_limits_s),
     )
 
 
 def format_rows(rows: list[Row], time_limits_s: list[float]) -> str:
-    """Return the table, and under it medians and extremes of what acceptance asks for."""
+    """Return the table, and under it the largest gaps and the longest times."""
     headers = ["graph", "device", "segments", "serial ms", *(SHORT_NAMES.get(name, name) for name in BASELINES)]
     headers += ["greedy", *(f"solve {limit:g} s" for limit in time_limits_s), "bound"]
     headers += [f"gap {limit:g} s" for limit in time_limits_s]
@@ -159,10 +161,6 @@ def format_rows(rows: list[Row], time_limits_s: list[float]) -> str:
         f"greedy: at most {max(row.greedy.took_s for row in rows):.3f} s",
     ]
     return "\n".join(lines)
-
-
-def _all_graphs() -> dict[str, SegmentGraph]:
-    return load_graphs() | synthetic_graphs()
 
 
 def _measure_rule(problem: Problem, rule: Callable[[Problem], Schedule | Sequence[Schedule]]) -> Result:
@@ -238,19 +236,10 @@ def _write(path: Path, rows: list[Row]) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description="Plan many graphs.")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[""], help="parts of names of graphs")
-    parser.add_argument("--devices", type=_devices, default=list(DEVICES), help=", ".join(DEVICES))
-    parser.add_argument("--limit", type=int, help="number of graphs; default: all")
+    parser.add_argument("--devices", type=names_of(DEVICES), default=list(DEVICES), help=", ".join(DEVICES))
     parser.add_argument("--time-limits", type=_seconds, default=[2.0, 10.0], help="of solve, in seconds, e.g. 2,10")
-    parser.add_argument("--seed", type=int, default=0, help="of solve")
     parser.add_argument("--json", type=Path, help="write everything there; rows of graphs that do not run now stay")
     return parser.parse_args(arguments)
-
-
-def _devices(text: str) -> list[str]:
-    unknown = [name for name in text.split(",") if name not in DEVICES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(DEVICES)}")
-    return text.split(",")
 
 
 def _seconds(text: str) -> list[float]:

@@ -1,12 +1,11 @@
-"""Write the tables of docs/robustness.md from results: how many cases of what came to which end, and why.
+"""Write the tables of docs/robustness.md from results: the outcomes of all cases, and their reasons.
 
     python -m benchmarks.robustness --sweep build/sweep.json --op-infos build/op_infos.json --tests build/tests.json
 
-Every case is in a file of `RESULTS`. `--sweep` is what `benchmarks.sweep --json` wrote: its cases replace those that
-are kept there, which keeps all others, each with its commit. So do those of `--op-infos`, which `benchmarks.op_infos
---json` wrote. `--tests` is what `pytest --robustness` wrote; it replaces what is kept. Without arguments, the tables
-are made from what is kept. In the page a table stands between two comments, `<!-- counts -->` and `<!-- end of counts
--->`.
+Every case is in a file of `RESULTS`, with its commit. The cases of `--sweep`, of `benchmarks.sweep --json`, replace
+those that are kept there, and so do those of `--op-infos`, of `benchmarks.op_infos --json`. The file of `--tests`, of
+`pytest --robustness`, replaces the kept one. Without arguments, the tables are made from kept files. In the page a
+table stands between two comments, `<!-- counts -->` and `<!-- end of counts -->`.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fragments, op_infos, sweep
+from benchmarks import op_infos, sweep
+from benchmarks.harness.results import load_results, save_results
 from benchmarks.sweep import OUTCOMES, RIVALS, model_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "robustness.md"
 RESULTS = Path(__file__).parent / "results"
 SWEEP, OP_INFOS, TESTS = RESULTS / "sweep.json", RESULTS / "op_infos.json", RESULTS / "robustness.json"
-FRAGMENTS = RESULTS / "fragments.json"
 
 BODIES_IN_WORDS = {"native": "compiled", "eager": "eager bodies"}
 OUTCOMES_IN_WORDS = {"inductor": "Inductor's own"}
 MAX_NAMES = 8
-"""Of cases with a reason in common; the JSON files have all of them."""
+"""Most cases named for a common reason; the JSON files have all of them."""
 
 _TABLE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
@@ -49,7 +48,7 @@ class Line:
     is_on_lanes: bool
     """Whether one ran on more than one lane."""
     reasons: tuple[str, ...]
-    """Why something ran another way than planned, or differs from eager; without what differs between two cases."""
+    """Reasons of another way than planned, or of a difference from eager, without details of a case."""
     commit: str
 
 
@@ -60,12 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--op-infos", type=Path, help="results of benchmarks.op_infos")
     parser.add_argument("--tests", type=Path, help="results of marked tests")
     args = parser.parse_args(arguments)
-    if args.sweep is not None:
-        results = {result.case: result for path in (SWEEP, args.sweep) for result in sweep.load(path)}
-        sweep.save(SWEEP, list(results.values()))
-    if args.op_infos is not None:
-        found = {result.case: result for path in (OP_INFOS, args.op_infos) for result in op_infos.load(path)}
-        op_infos.save(OP_INFOS, found.values())
+    for kept, new, kind in ((SWEEP, args.sweep, sweep.Result), (OP_INFOS, args.op_infos, op_infos.Result)):
+        if new is not None:
+            results: dict[Any, Any] = {
+                result.case: result for path in (kept, new) for result in load_results(path, kind)
+            }
+            save_results(kept, results.values())
     if args.tests is not None:
         TESTS.write_text(args.tests.read_text(encoding="utf-8"), encoding="utf-8")
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
@@ -73,18 +72,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def render(page: str) -> str:
-    """Return the page with its tables made anew.
+    """Return the page with tables of the results.
 
     Raises:
         ValueError: the page has other tables than there are.
     """
-    models, described = sweep.load(SWEEP), op_infos.load(OP_INFOS)
+    models, described = load_results(SWEEP, sweep.Result), load_results(OP_INFOS, op_infos.Result)
     tests: list[dict[str, Any]] = list(json.loads(TESTS.read_text(encoding="utf-8")).values())
-    lines = [*map(line_of_model, models), *map(line_of_operator, described), *map(line_of_test, tests)]
+    lines = [*map(line_of_case, [*models, *described]), *map(line_of_test, tests)]
     tables = {
         "counts": format_counts(lines),
         "models": format_models(models),
-        "today": format_today(fragments.load(FRAGMENTS), models),
         "rivals": format_rivals(described),
         "variants": format_variants(tests),
         "reasons": format_reasons(lines),
@@ -98,29 +96,18 @@ def render(page: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- lines
 
 
-def line_of_model(result: sweep.Result) -> Line:
-    """Return the line of a model in one setting."""
+def line_of_case(result: sweep.Result | op_infos.Result) -> Line:
+    """Return the line of a model in one setting, or of an operator or a module of torch's own tests."""
+    case = result.case
+    kind, name = ("model", case.model) if isinstance(case, sweep.Case) else (case.kind, case.name)
     reasons = result.reasons or ((_without_numbers(result.problem),) if result.problem else ())
     return Line(
-        section=f"Models, {BODIES_IN_WORDS[result.case.bodies]}",
-        name=result.case.model,
+        section=f"{kind.capitalize()}s, {BODIES_IN_WORDS[case.bodies]}",
+        name=name,
         outcome=result.outcome,
         is_in_segments=result.num_in_segments > 0,
         is_on_lanes=result.num_on_lanes > 0,
         reasons=tuple(re.sub(r"the training of .+ to eager", "training to eager", reason) for reason in reasons),
-        commit=result.commit,
-    )
-
-
-def line_of_operator(result: op_infos.Result) -> Line:
-    """Return the line of an operator or a module of torch's own tests."""
-    return Line(
-        section=f"{result.case.kind.capitalize()}s, {BODIES_IN_WORDS[result.case.bodies]}",
-        name=result.case.name,
-        outcome=result.outcome,
-        is_in_segments=result.num_in_segments > 0,
-        is_on_lanes=result.num_on_lanes > 0,
-        reasons=result.reasons or ((_without_numbers(result.problem),) if result.problem else ()),
         commit=result.commit,
     )
 
@@ -140,14 +127,14 @@ def line_of_test(test: Mapping[str, Any]) -> Line:
 
 
 def _without_numbers(problem: str) -> str:
-    """Return what is wrong, without by how much and where, which differ from case to case."""
+    """Return a problem without its size and place, which differ from case to case."""
     if "off by" in problem:
         return f"{'a gradient' if problem.startswith('gradient') else 'a number'} differs from eager's"
     return problem.partition(" raised: ")[0]
 
 
 def _head(reason: str) -> str:
-    """Return what happened, without the details that follow a colon, and without the number of the graph."""
+    """Return a reason without the details that follow a colon, and without the number of the graph."""
     text = re.sub(
         r"graph\d+_\w+|\d+/\d+(\.\d+)? (forward|backward|inference)",
         "a graph",
@@ -160,7 +147,7 @@ def _head(reason: str) -> str:
 
 
 def format_counts(lines: Sequence[Line]) -> str:
-    """Return how many of each section were tried, what ran them, what came of them, and with which commits."""
+    """Return the numbers of cases of each section: tried, in segments, on lanes, by outcome; and their commits."""
     rows = []
     for section in dict.fromkeys(line.section for line in lines):
         own = [line for line in lines if line.section == section]
@@ -179,7 +166,7 @@ def format_counts(lines: Sequence[Line]) -> str:
 
 
 def format_models(results: Sequence[sweep.Result]) -> str:
-    """Return the models of each family, with the number of settings and what came of them."""
+    """Return the models of each family, with the number of settings and their outcomes."""
     families = model_names()
     rows = []
     for family in dict.fromkeys(families.values()):
@@ -190,36 +177,11 @@ def format_models(results: Sequence[sweep.Result]) -> str:
     return _table(rows, ("family", "models", "cases", *map(_in_words, OUTCOMES)))
 
 
-def format_today(results: Sequence[fragments.Result], models: Sequence[sweep.Result]) -> str:
-    """Return what Dynamo makes of the models of today, what to compile instead, and how long first steps take."""
-    found = {(result.case.model, result.case.backend): result for result in results}
-    timed = [name for name in fragments.BACKENDS if name != fragments.COUNT and name in {name for _, name in found}]
-    rows = []
-    for model in fragments.MODELS:
-        counted = found.get((model, fragments.COUNT))
-        if counted is None:
-            continue
-        steps = (found.get((model, backend)) for backend in timed)
-        outcomes = Counter(_in_words(result.outcome) for result in models if result.case.model == model)
-        rows.append(
-            (
-                f"`{model}`",
-                counted.num_graphs,
-                counted.num_breaks,
-                ", ".join(f"`{name}`" for name in re.split(", | and ", counted.instead) if name),
-                *("" if each is None else each.problem or f"{each.step_s[0]:.0f} s" for each in steps),
-                ", ".join(f"{outcome} ({count})" for outcome, count in outcomes.items()),
-            )
-        )
-    first = (f"first step, {backend}" for backend in timed)
-    return _table(rows, ("model", "graphs", "graph breaks", "compile instead", *first, "sweep"))
-
-
 def format_rivals(results: Sequence[op_infos.Result]) -> str:
     """Return how many operators and modules torch alone gets right, running the same code without apollo."""
     rows = []
-    for section in dict.fromkeys(line_of_operator(result).section for result in results):
-        own = [result for result in results if line_of_operator(result).section == section]
+    for section in dict.fromkeys(line_of_case(result).section for result in results):
+        own = [result for result in results if line_of_case(result).section == section]
         rival = RIVALS[own[0].case.bodies][0]
         rows.append((section, len(own), sum(result.rivals.get(rival) == "" for result in own), f"`{rival}`"))
     return _table(rows, ("", "tried", "torch alone is right", "torch's backend"))
@@ -263,13 +225,8 @@ def _in_words(outcome: str) -> str:
 
 
 def _commits(commits: Iterable[str]) -> str:
-    counts = Counter(map(_short, commits))
+    counts = Counter(f"{commit[:7]}{'-dirty' if commit.endswith('-dirty') else ''}" for commit in commits)
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{it} ({n})" for it, n in counts.most_common())
-
-
-def _short(commit: str) -> str:
-    name, _, rest = commit.partition("-")
-    return "-".join(filter(None, (name[:7], rest)))
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:

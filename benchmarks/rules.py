@@ -29,11 +29,6 @@ from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.simulate import Simulator, serial_schedule
 
 
-def serial(problem: Problem) -> Schedule:
-    """Run everything on lane 0 in the given order."""
-    return serial_schedule(problem)
-
-
 def equal_split(problem: Problem) -> Schedule:
     """Cut the device into equal lanes, and keep every branch on one of them.
 
@@ -145,7 +140,7 @@ def wavefront(problem: Problem) -> Schedule:
 
 
 BASELINES: dict[str, Callable[[Problem], Schedule]] = {
-    "serial": serial,
+    "serial": serial_schedule,
     "equal split": equal_split,
     "critical path + round-robin": critical_path_round_robin,
     "first-successor streams": first_successor_streams,

@@ -112,7 +112,7 @@ def measure_tasks(
             for result in measurement.results
             if is_judged(task, result) and not result.difference.is_within(task.tolerance)
         ]
-        _write(args.json, measurements)  # after each, so that an interrupted run keeps what it has
+        _write(args.json, measurements)  # after each, so that an interrupted run keeps its measurements
     return measurements, wrong
 
 

@@ -1,7 +1,7 @@
 """Change models, modes and shapes in one process for as long as asked, and watch that nothing grows or goes wrong.
 
     python -m benchmarks.soak --minutes 30 --json out.json
-    python -m benchmarks.soak --minutes 30 --inductor               the same without apollo: what grows then is not ours
+    python -m benchmarks.soak --minutes 30 --inductor               the same without apollo: its growth is not ours
 
 An episode compiles one model from nothing, compares it with eager in each of `STEPS` steps, and forgets it. Every
 other episode has the default options, with which such small models are measured and mostly Inductor's in the end; in
@@ -11,13 +11,12 @@ compilers of torch too; after each later one, memory, threads and open files are
 one. Where caches are cold, the first rounds alone can take longer than asked: it ends after the first round that can be
 compared. Exit code 1: something grew, raised, or differs from eager, or no graph of a round ran on lanes.
 
-Memory may grow by `steady.ALLOWED_GROWTH` in all, or by `ALLOWED_PER_EPISODE` for each: torch keeps a little of
-every compile, and this is no measure of steps, for which there is `benchmarks.steady`. Dynamo keeps the call stacks of
-guards on what lives for ever, such as classes; Inductor keeps the Python module of every graph that it compiles
-(`PyCodeCache.modules`, 10 to 15 KiB) and the source of the graph that it made for the key of its cache (in `linecache`,
-3 KiB); and torch keeps what it knows of dynamic sizes. Over all models in training (`--every 4`) that makes 1.65 MiB an
-episode with Inductor alone. With apollo it was 3.1 MiB, until what torch knows of sizes and the modules of bodies went
-with the model; since then it is 1.6 MiB.
+Memory may grow by `ALLOWED_GROWTH` of `harness/growth.py` in all, or by `ALLOWED_PER_EPISODE` for each, since torch
+keeps a little of every compile. Dynamo keeps the call stacks of guards on things that live for ever, such as classes;
+Inductor keeps the Python module of every graph that it compiles (`PyCodeCache.modules`, 10 to 15 KiB) and the source of
+the graph that it made for the key of its cache (in `linecache`, 3 KiB); and torch keeps facts of dynamic sizes. Over
+all models in training (`--every 4`) that makes 1.65 MiB an episode with Inductor alone. With apollo it was 3.1 MiB,
+until these facts and the modules of bodies went with the model; since then it is 1.6 MiB.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from apollo_compile.device.cpu.execute import trim_memory
 from apollo_compile.session import registry
 from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_S, format_bytes
-from benchmarks.steady import Slice, find_growth, look
+from benchmarks.harness.growth import Slice, find_growth, look
 from benchmarks.sweep import make_options
 from benchmarks.workloads import build_spec
 from benchmarks.workloads.specs import SPECS
@@ -82,7 +81,7 @@ class Subject:
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Mapping[str, Any]] = lambda batch: {"x": torch.randn(batch, WIDTH)}
-    """By batch size."""
+    """Returns inputs for a batch size."""
 
 
 def _from_hugging_face(name: str) -> Subject:
@@ -108,7 +107,7 @@ MODES = ("train", "train in bfloat16", "no_grad", "inference_mode")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of an episode."""
+    """The result of an episode."""
 
     problem: str | None = None
     num_on_lanes: int = 0
@@ -120,7 +119,7 @@ class Round:
     """All episodes, once each."""
 
     after: Slice
-    """What the process had then; its step is the round."""
+    """The process then; its step is the round."""
     num_on_lanes: int
     """Graphs that ran on more than one lane."""
 
@@ -199,7 +198,7 @@ def soak(
     tell: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Round], list[str]]:
-    """Run rounds of episodes; return the whole rounds, one after the warm ones at least, and what went wrong.
+    """Run rounds of episodes; return the whole rounds, one after the warm ones at least, and all problems.
 
     `lanes` is as in `Episode.run`.
     """
@@ -226,7 +225,7 @@ def soak(
                 return rounds, problems
         torch._dynamo.reset()
         gc.collect()
-        trim_memory()  # what is free counts as much as the last compile happened to leave
+        trim_memory()  # else free memory counts as much as the last compile happened to leave
         after = look(len(rounds) + 1, time.perf_counter_ns() - begin)
         rounds.append(Round(after=after, num_on_lanes=num_on_lanes))
         tell(
@@ -237,7 +236,7 @@ def soak(
 
 
 def judge(rounds: Sequence[Round], num_episodes: int, *, on_lanes: bool = True) -> list[str]:
-    """Return what the last of the rounds of so many episodes has more of than the last warm one.
+    """Return the growth of the last of the rounds of so many episodes over the last warm one.
 
     A round without lanes is a problem too if there should be some.
     """

@@ -6,7 +6,7 @@
 A step is `zero_grad`, forward and backward of every micro-batch, and the optimizer's step, on a batch of `--batch`
 samples. Variants are the loop in eager, compiled by Inductor and by apollo; the whole step traced as one graph for
 Inductor, with the optimizer after it or inside; the full batch with Inductor; and `compile_step`, with its comparison
-and without. How steps are timed: `apollo_compile.tools.bench`; what they are: `benchmarks.harness.whole_steps`.
+and without. `apollo_compile.tools.bench` times steps, and `benchmarks.harness.whole_steps` takes them.
 
 The last table compares `compile_step` with each of its rivals, with 95 % intervals over rounds. Exit code 1: after the
 same number of steps, a variant's loss or weights are not those of the loop in eager. A full batch is another training

@@ -8,11 +8,11 @@
     python -m benchmarks.sweep --only clip,bert --precision bfloat16 --optimizer adamw_fused --mode switches
 
 A case is a model in a setting: precision, optimizer, mode, shapes, bodies. It takes five optimizer steps from the same
-weights, in eager and compiled; losses, every gradient of every step, and what parameters and buffers are at the end are
-compared. In mode `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode
-under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True` and sees batches
-of several sizes. An error counts against a run of eager in float64: what is compiled may be five times as far from it
-as eager in the case's own precision, plus a few bits (`TOLERANCE`): of float32 where the loss is, as models of Hugging
+weights, in eager and compiled; losses, every gradient of every step, and the last parameters and buffers are compared.
+In mode `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode under
+`no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True` and sees batches of
+several sizes. An error counts against a run of eager in float64: compiled code may be five times as far from it as
+eager in the case's own precision, plus a few bits (`TOLERANCE`): of float32 where the loss is, as models of Hugging
 Face have it in every precision, and with a compiled AdamW, which counts steps in float32. Compiled code draws eager's
 random numbers (`fallback_random`), for the models that have dropout.
 
@@ -22,7 +22,7 @@ is raised instead of handed to Inductor; and segments are larger than by default
 compile. A result says how many graphs ran in segments, and how many of these on lanes.
 
     passed      every graph ran in segments, numbers as in eager, and every parameter was trained by such graphs
-    fell back   numbers as in eager; a graph went to Inductor whole, or Dynamo left what trains a parameter in eager
+    fell back   numbers as in eager; a graph went to Inductor whole, or Dynamo left the training of a parameter in eager
     inductor    apollo differs or raises, and Inductor alone does the same: the number that is off most in the one is
                 off by at least half as much in the other, or both raise an error of one type
     failed      apollo differs or raises where Inductor does not, or the process died or hung
@@ -37,34 +37,38 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import math
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from tqdm import tqdm
 
-from benchmarks.harness.apart import run_apart
+from apollo_compile.device.cpu.execute import available_units
+from apollo_compile.ir import Role
+from apollo_compile.session import registry
+from apollo_compile.session.model import CompiledModel
+from apollo_compile.store.profiles import default_profile, save_profile
+from apollo_compile.tools.bench.facts import machine_facts
+from apollo_compile.torch_bridge.storages import storages_of
+from benchmarks.harness.results import load_results, run_each, save_results
 from benchmarks.run import names_of
-from benchmarks.workloads import sweep_cases
+from benchmarks.workloads import Workload, build_spec, sweep_cases
 from benchmarks.workloads.specs import SPECS
+from benchmarks.workloads.sweep_models import OWN_MODELS, build_own
 from benchmarks.workloads.sweep_today import TODAY
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from apollo_compile.session.model import CompiledModel
-    from benchmarks.workloads import Workload
 
 PRECISIONS = ("float32", "bfloat16", "float64")
 OPTIMIZERS = ("sgd", "adamw_foreach", "adamw_fused", "adamw_compiled")
@@ -77,10 +81,10 @@ OUTCOMES = ("passed", "fell back", "inductor", "failed")
 
 STEPS = 5
 CASES_PER_PROCESS = 12
-"""What a process compiled stays in its memory, so it is replaced now and then."""
+"""Compiled code stays in the memory of a process, so it is replaced now and then."""
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float64": 1e-9}
-"""Of the largest element, by precision: sums in another order, and in bfloat16 pointwise chains that round once."""
+"""Shares of the largest element, for sums in another order, and in bfloat16 for chains that round once."""
 
 BODIES = ("native", "eager")
 """Compiled, or operator by operator: then it is the cut, the plan and the lanes that are compared, not the compiler."""
@@ -145,7 +149,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of a case."""
+    """The outcome of a case."""
 
     case: Case
     outcome: str
@@ -158,23 +162,23 @@ class Result:
     reasons: tuple[str, ...] = ()
     """Why graphs went to Inductor."""
     problem: str = ""
-    """Of apollo: the worst difference, or the error."""
+    """The worst difference of apollo, or its error."""
     inductor_problem: str = ""
     """The same of Inductor, or of its decompositions, where they were asked."""
     seconds: float = 0.0
     commit: str = ""
-    """Of apollo; with `-dirty` behind it where files had been changed."""
+    """The commit of apollo; with `-dirty` behind it where files had been changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is wrong with a run: a difference, or an error."""
+    """A difference between two runs, or an error."""
 
     text: str
     what: str
-    """The number that is off most, measured by what is allowed; of an error its type, with that of its cause."""
+    """The number that is off most, in units of its tolerance; of an error its type, with that of its cause."""
     sizes: Mapping[str, float]
-    """By how much every number is off; infinite where there is nothing to subtract, and for an error."""
+    """The difference of every number; infinite where there is nothing to subtract, and for an error."""
 
     def is_also_in(self, other: Problem | None) -> bool:
         """Return whether `other` is off there too, by at least half as much."""
@@ -185,30 +189,26 @@ class Problem:
         return self.text if what == self.what else f"{what}: off by {self.sizes[what]:.1e}"
 
 
-Numbers = dict[str, "Tensor | None"]
-"""By what it is: `loss of step 0`, `gradient of head.weight in step 0`, `head.weight at the end`."""
+Numbers = dict[str, Tensor | None]
+"""Tensors by their names: `loss of step 0`, `gradient of head.weight in step 0`, `head.weight at the end`."""
 
 
 def model_names() -> dict[str, str]:
     """Return the family of every model, in the order of the table."""
-    from benchmarks.workloads.sweep_models import OWN_MODELS
-
     return {name: family for family, specs in FAMILIES.items() for name in specs} | dict.fromkeys(OWN_MODELS, OWN)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is not in the file yet, print a line for each case; return the exit code."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
+    """Run cases that the file lacks, print a line for each case; return the exit code."""
     args = _parse(arguments)
-    results = load(args.json) if args.json is not None and args.json.exists() else []
+    results = load_results(args.json, Result) if args.json is not None and args.json.exists() else []
     known = {result.case for result in results}
     cases = [case for case in _cases(args) if case not in known]
     begin, commit = time.monotonic(), str(machine_facts()["commit"])
     for result in run_cases(cases, timeout_s=args.timeout):
         results.append(replace(result, commit=commit))
         if args.json is not None:
-            save(args.json, results)
+            save_results(args.json, results)
         tqdm.write(format_result(result))
         if args.budget is not None and time.monotonic() - begin > args.budget:
             break
@@ -216,24 +216,6 @@ def main(arguments: list[str] | None = None) -> int:
     left = len(cases) - (len(results) - len(known))
     print(", ".join(f"{outcome} {count}" for outcome, count in counts.items()), f"; {left} left" if left else "")
     return 1 if counts["failed"] else 0
-
-
-def load(path: Path) -> list[Result]:
-    """Read what `save` wrote."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        Result(**{**item, "case": Case(**item["case"]), "reasons": tuple(item["reasons"])}) for item in content["cases"]
-    ]
-
-
-def save(path: Path, results: Sequence[Result]) -> None:
-    """Write results and the versions that they are for; each has its own commit."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}
-    content = {"machine": machine, "cases": [asdict(result) for result in results]}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def format_result(result: Result) -> str:
@@ -244,12 +226,8 @@ def format_result(result: Result) -> str:
 
 
 def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
-    """Yield the result of every case; a process that dies or hangs costs its case alone."""
-    for case, result in run_apart(run_case, cases, timeout_s=timeout_s, cases_per_process=CASES_PER_PROCESS):
-        if isinstance(result, str):
-            yield Result(case=case, outcome="failed", problem=f"the process {result}")
-        else:
-            yield result
+    """Yield the result of every case."""
+    return run_each(run_case, cases, Result, timeout_s=timeout_s, cases_per_process=CASES_PER_PROCESS)
 
 
 # -------------------------------------------------------------------------------------------------------- one case
@@ -257,11 +235,6 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
 
 def run_case(case: Case) -> Result:
     """Train the model of `case` in eager and with apollo; ask Inductor only where the two differ."""
-    from torch._dynamo.utils import counters
-    from torch._inductor import config as inductor_config
-
-    from apollo_compile.session import registry
-
     begin = time.monotonic()
     workload = build_model(case.model)
     batches = [workload.inputs] if case.shapes == "static" else [workload.inputs, *other_batches(case.model)]
@@ -286,7 +259,7 @@ def run_case(case: Case) -> Result:
         shapes = {"dynamic": True} if case.shapes == "changing" else {}
 
         def compare(look: Callable[[torch.nn.Module], object] = bool, **compile_options: Any) -> Problem | None:
-            """Return what is wrong with the compiled run."""
+            """Return the problem of the compiled run."""
             try:
                 with inductor_config.patch(fallback_random=True):
                     actual = train(workload, batches, case, look=look, **shapes, **compile_options)
@@ -313,7 +286,7 @@ def run_case(case: Case) -> Result:
 
 
 def problem_of(error: Exception) -> Problem:
-    """Return what is wrong with a run that raised `error`."""
+    """Return the problem of a run that raised `error`."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     inner = getattr(error, "inner_exception", None)  # of Dynamo's, which all backends' have in common
     what = type(error).__name__ if inner is None else f"{type(error).__name__}: {type(inner).__name__}"
@@ -321,33 +294,21 @@ def problem_of(error: Exception) -> Problem:
     return Problem(text=text, what=what, sizes={what: math.inf})
 
 
-def build_model(name: str) -> Workload:
+def build_model(name: str, batch: int | None = None) -> Workload:
     """Return the model `name` of the sweep with its inputs and loss."""
-    from benchmarks.workloads import build_spec
-    from benchmarks.workloads.sweep_models import OWN_MODELS, build_own
-
     if name in OWN_MODELS:
-        return build_own(name)
+        return build_own(name, batch)
     (spec,) = (specs[name] for specs in FAMILIES.values() if name in specs)
-    return build_spec(name, spec)
+    return build_spec(name, spec, batch=batch, seed=batch or 0)
 
 
 def other_batches(name: str) -> list[dict[str, Any]]:
     """Return inputs of other batch sizes for the model `name`."""
-    from benchmarks.workloads import build_spec
-    from benchmarks.workloads.sweep_models import OWN_MODELS, build_own
-
-    if name in OWN_MODELS:
-        return [build_own(name, batch).inputs for batch in BATCHES]
-    specs = [specs[name] for specs in FAMILIES.values() if name in specs]
-    return [build_spec(name, spec, batch=batch, seed=batch).inputs for spec in specs for batch in BATCHES]
+    return [build_model(name, batch).inputs for batch in BATCHES]
 
 
 def make_options(profile: Path) -> dict[str, Any]:
     """Return the options of the sweep; `profile` is where the device profile is written that they name."""
-    from apollo_compile.device.cpu.execute import available_units
-    from apollo_compile.store.profiles import default_profile, save_profile
-
     save_profile(replace(default_profile(available_units()), handover_ns=0), profile)
     return {
         "debug.strict": True,
@@ -360,7 +321,7 @@ def make_options(profile: Path) -> dict[str, Any]:
 
 
 def how_graphs_ran(compiled: Sequence[CompiledModel]) -> dict[str, Any]:
-    """Return who ran the graphs of a run, as fields of a `Result`."""
+    """Return the numbers of graphs of a run in segments and on lanes, as fields of a `Result`."""
     graphs = [graph for each in compiled for graph in each.graphs if graph.has_run and graph.bodies]
     lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
     return {
@@ -373,8 +334,6 @@ def how_graphs_ran(compiled: Sequence[CompiledModel]) -> dict[str, Any]:
 
 def complaints_of_dynamo() -> str:
     """Return why Dynamo broke graphs, or left something in eager, since its counters were cleared."""
-    from torch._dynamo.utils import counters
-
     complaints = {text.splitlines()[0] for name in ("unimplemented", "graph_break") for text in counters[name]}
     return "; ".join(sorted(complaints)) or "it says nothing"
 
@@ -384,9 +343,6 @@ def _left_in_eager(compiled: Sequence[CompiledModel], model: torch.nn.Module) ->
 
     A graph that only runs forward trains nothing, such as that of a mask, or of a compiled optimizer.
     """
-    from apollo_compile.ir import Role
-    from apollo_compile.torch_bridge.storages import storages_of
-
     trains = [
         each
         for each in compiled
@@ -417,10 +373,8 @@ def train(
     `look` sees the copy after its last step. `compile_options` go to `torch.compile`, for the model and, in the setting
     `adamw_compiled`, for the optimizer's step; without any both stay eager.
     """
-    import torch
-
     torch._dynamo.reset()
-    gc.collect()  # graphs of earlier cases go with what Dynamo kept for them
+    gc.collect()  # graphs of earlier cases go with the records that Dynamo kept of them
     torch.manual_seed(0)
     model = _cast(copy.deepcopy(workload.model), case.precision)
     inputs = [{name: _cast(copy.deepcopy(value), case.precision) for name, value in b.items()} for b in batches]
@@ -429,7 +383,7 @@ def train(
     numbers: Numbers = {}
 
     def loss_of(step: int) -> Tensor:
-        with _autocast(case.precision):
+        with torch.autocast("cpu", torch.bfloat16) if case.precision == "bfloat16" else nullcontext():
             loss = workload.loss(run(**inputs[step % len(inputs)]))
             return loss.float() if case.precision == "bfloat16" else loss
 
@@ -451,8 +405,6 @@ def train(
 
 
 def _run_in_other_modes(run: torch.nn.Module, loss_of: Callable[[], Tensor]) -> Numbers:
-    import torch
-
     numbers: Numbers = {}
     modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
     for training in (False, True):
@@ -466,8 +418,6 @@ def _run_in_other_modes(run: torch.nn.Module, loss_of: Callable[[], Tensor]) -> 
 
 
 def _cast(value: Any, precision: str) -> Any:
-    import torch
-
     if precision != "float64":
         return value
     if isinstance(value, torch.nn.Module):
@@ -476,7 +426,7 @@ def _cast(value: Any, precision: str) -> Any:
 
 
 def _cast_own(module: torch.nn.Module) -> None:
-    """Cast the tensors of one module, complex ones included, and what is cast keeps its strides."""
+    """Cast the tensors of one module, complex ones included; they keep their strides."""
     for parameter in module.parameters(recurse=False):
         parameter.data = _cast_tensor(parameter.data)
     for name, buffer in module.named_buffers(recurse=False):
@@ -484,29 +434,19 @@ def _cast_own(module: torch.nn.Module) -> None:
 
 
 def _cast_tensor(tensor: Tensor) -> Tensor:
-    import torch
-
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _autocast(precision: str) -> AbstractContextManager[Any]:
-    import torch
-
-    return torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext()
-
-
 def _make_optimizer(
     parameters: Iterator[torch.nn.Parameter], name: str, compile_options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
-    """Return the optimizer and what takes a step.
+    """Return the optimizer and a function that takes a step.
 
     AdamW divides gradients by their size, so that rounding of a gradient that is zero becomes a full step; with an
     `eps` above that rounding it does not.
     """
-    import torch
-
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if name == "sgd":
         sgd = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
@@ -532,7 +472,7 @@ def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tole
     What eager's own error was in earlier steps is allowed in later ones: in a training that amplifies rounding, errors
     of one step may happen to cancel out.
 
-    A gradient that is None in eager may be zero: AOTAutograd gives zeros to what only feeds outputs that the loss does
+    A gradient that is None in eager may be zero: AOTAutograd gives zeros to inputs of outputs that the loss does
     not use, with every backend.
     """
     if actual.keys() != eager.keys():
@@ -569,8 +509,6 @@ def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tole
 
 
 def _largest(tensor: Tensor | None) -> float:
-    import torch
-
     if tensor is None or tensor.numel() == 0:
         return 0.0
     if tensor.is_floating_point():
@@ -582,8 +520,6 @@ def _largest(tensor: Tensor | None) -> float:
 
 def _distance(left: Tensor, right: Tensor) -> float:
     """Return the largest difference of two elements; equal infinities and two NaNs are no difference."""
-    import torch
-
     if left.numel() == 0:
         return 0.0
     wide = torch.complex128 if left.is_complex() else torch.float64

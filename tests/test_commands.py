@@ -13,21 +13,12 @@ COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --jso
 """Arguments of `python -m benchmarks.`; tests/benchmarks/test_demo.py runs the demo."""
 
 LONG = (
-    "balance --ranks 2 --shares 0.5 --samples 2000 --steps 4 --planned 20000 --json {folder}/written",
-    "body_codes --workloads two_tower --size tiny --rounds 4 --codes eager --json {folder}/written",
-    "bubbles --ranks 2 --microbatches 4 --scale 0.02 --rounds 1 --json {folder}/written",
-    "call_overhead --rounds 2 --json {folder}/written",
-    "fragments --only pi0 --backends count --json {folder}/written",
-    "gemm_template --workloads two_tower --size tiny --batch 64 --products 2 --seconds 0.01 --json {folder}/written",
     "graphs --only vit_control --folder {folder}",
-    "lost_time --workloads two_tower --size tiny --runs 4 --json {folder}/written",
-    "model_error --workloads two_tower --sizes tiny --runs 8 --calibrate --json {folder}/written",
     "operators --only two_tower --json {folder}/written",
     "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",
     "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
     "run --workloads two_tower --size tiny --steps 3 --dtype float32,bfloat16 --warm-cache --json {folder}/written "
     "--variants eager,inductor-max-autotune,inductor-kept-memory,apollo",
-    "steady --steps 100 --svg {folder}/written",
     "steps --workloads chain --size tiny --microbatches 2 --steps 3 --warm-cache --json {folder}/written "
     "--variants eager,inductor,inductor-traced,inductor-traced-whole,apollo-step-program",
 )

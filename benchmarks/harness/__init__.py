@@ -1,1 +1,1 @@
-"""How benchmarks run: one case after the other in processes of their own, and what a GPU tells of kernels."""
+"""Helpers of benchmarks: cases in processes of their own, results, growth, whole steps, and kernels of a GPU."""

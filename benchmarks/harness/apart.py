@@ -22,13 +22,13 @@ END_LIMIT_S = 120.0
 def run_apart(
     run: Callable[[CaseT], ResultT], cases: Sequence[CaseT], *, timeout_s: float, cases_per_process: int
 ) -> Iterator[tuple[CaseT, ResultT | str]]:
-    """Yield what `run` returns for every case, or how the process ended that it took down: `hung`, `died with ...`.
+    """Yield the result of `run` for every case, or the end of the process that it took down: `hung`, `died with ...`.
 
     Arguments:
         run: a function of a module; a new process imports it by its name.
-        cases: what it is called with, and what goes to the process by pickle, as its results do.
+        cases: its arguments, which go to the process by pickle, as its results do.
         timeout_s: seconds after which a case hangs.
-        cases_per_process: how many one process runs, since what it compiles stays in its memory.
+        cases_per_process: number of cases of one process, since compiled code stays in its memory.
     """
     process: _Worker[CaseT, ResultT] | None = None
     try:

@@ -56,7 +56,7 @@ class StepTask:
     """`sgd` or `adamw`."""
     microbatches: int
     adamw: Mapping[str, Any] = field(default_factory=lambda: ADAMW)
-    """What AdamW is made with."""
+    """Arguments of AdamW."""
 
 
 def build_task(*, name: str, size: str, batch: int, optimizer: str, microbatches: int) -> StepTask:
@@ -102,7 +102,7 @@ class Loop(Stepper):
         super().__init__(order)
 
     def prepare(self, backend: str | None, options: dict[str, Any]) -> None:
-        """Compile what computes the loss, and make the optimizer."""
+        """Compile the model, and make the optimizer."""
         self.optimizer = make_optimizer(self.built)
         self._first = copy.deepcopy((self.built.model.state_dict(), self.optimizer.state_dict()))
         self.compile(backend, options)
@@ -134,7 +134,7 @@ class Loop(Stepper):
         """Leave gradients to the next step, which drops them."""
 
     def keep_first(self, loss: Any) -> None:
-        """Keep nothing: what is compared are steps of the settled variant."""
+        """Keep nothing: steps of the settled variant are compared."""
 
     def numbers(self) -> Numbers:
         """Begin again, and return the loss and how the weights changed."""
@@ -263,7 +263,7 @@ class CompiledStep(Loop):
         )
 
     def ran(self) -> list[str]:
-        """Return what was chosen, and from what."""
+        """Return the verdicts of the comparison."""
         return self._take.verdicts
 
 

@@ -30,37 +30,20 @@ def format_comparison(rows: Sequence[Row], results: Sequence[SizeResult]) -> str
     for row in rows:
         digits = "{:.2f}" if row.is_relative or row.name.startswith("balanced") else "{:.1%}"
         difference = f"{row.difference:+.1%}" if row.is_relative or digits == "{:.1%}" else f"{row.difference:+.2f}"
-        cells.append(
-            (
-                row.num_gpus,
-                row.name,
-                digits.format(row.computed),
-                digits.format(row.published),
-                difference,
-                "" if row.is_within else "misses",
-            )
-        )
-    table: str = tabulate(
-        cells,
-        headers=("GPUs", "figure", "computed", "published", "difference", ""),
-        colalign=("right", "left", "right", "right", "right", "left"),
-        disable_numparse=True,
-    )
-    plans = {
-        (result.encoder_plan.pipeline_parallel, result.encoder_plan.tensor_parallel, result.encoder_plan.num_replicas)
-        for result in results
-    }
-    lines = [
-        table,
-        *(
-            f"encoder: pipeline depth {depth}, tensor parallelism {tensor}, {count} replicas per pipeline"
-            for depth, tensor, count in sorted(plans)
-        ),
-        "simulated; times within 7 %, speed-ups within 0.03, shares within 1 point count as reproduced",
+        values = (digits.format(value) for value in (row.computed, row.published))
+        cells.append((row.num_gpus, row.name, *values, difference, "" if row.is_within else "misses"))
+    headers = ("GPUs", "figure", "computed", "published", "difference", "")
+    sides = ("right", "left", "right", "right", "right", "left")
+    table = tabulate(cells, headers=headers, colalign=sides, disable_numparse=True)
+    plans = [
+        f"encoder: pipeline depth {plan.pipeline_parallel}, tensor parallelism {plan.tensor_parallel}, "
+        f"{plan.num_replicas} replicas per pipeline"
+        for plan in dict.fromkeys(result.encoder_plan for result in results)
     ]
+    explained = "simulated; times within 7 %, speed-ups within 0.03, shares within 1 point count as reproduced"
     missed = [f"{row.name} at {row.num_gpus}" for row in rows if not row.is_within]
-    lines.append(f"{len(missed)} of {len(rows)} miss" + (f": {'; '.join(missed)}" if missed else ""))
-    return "\n".join(lines)
+    last = f"{len(missed)} of {len(rows)} miss" + (f": {'; '.join(missed)}" if missed else "")
+    return "\n".join([table, *plans, explained, last])
 
 
 if __name__ == "__main__":

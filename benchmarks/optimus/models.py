@@ -1,4 +1,4 @@
-"""How long stages and encoders take, from the shapes of transformers and a data sheet.
+"""Durations of stages and encoders, from the shapes of transformers and a data sheet.
 
 A layer of width h with an MLP of r h has (4 + 2r) h^2 parameters; its forward takes 2 (4 + 2r) h^2 operations per token
 and 4 s h for attention over s tokens. Embeddings and the vocabulary are not counted. With recomputation a backward is
@@ -53,7 +53,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What a model is given for one micro-batch."""
+    """The input of a model in one micro-batch."""
 
     sequence: int
     samples: int
@@ -72,7 +72,7 @@ def layer_ns(model: Transformer, batch: Batch, hardware: Hardware, *, tensor_par
 
 
 def collective_ns(model: Transformer, batch: Batch, hardware: Hardware, *, tensor_parallel: int) -> int:
-    """Return how long one all-gather or reduce-scatter of a layer's activations takes at full bandwidth."""
+    """Return the duration of one all-gather or reduce-scatter of a layer's activations at full bandwidth."""
     num_bytes = batch.tokens * model.width * batch.bytes_per_value
     return round(1e9 * num_bytes * (tensor_parallel - 1) / tensor_parallel / hardware.link_bytes_per_s)
 
@@ -87,5 +87,5 @@ def tensor_parallel_gaps(
 
 
 def layer_activation_bytes(model: Transformer, batch: Batch, *, tensor_parallel: int) -> int:
-    """Return what a layer keeps of a micro-batch with full recomputation: its input, split by sequence parallelism."""
+    """Return the bytes of a layer's input, which full recomputation keeps, split by sequence parallelism."""
     return batch.tokens * model.width * batch.bytes_per_value // tensor_parallel

@@ -1,10 +1,10 @@
-"""The strong scaling of Optimus, simulated beside what it published: ViT-22B and GPT-175B on 1,536 to 3,072 GPUs.
+"""The strong scaling of Optimus, simulated beside its published figures: ViT-22B and GPT-175B on 1,536 to 3,072 GPUs.
 
     simulate_size(size) -> SizeResult;  compare(results) -> rows, computed beside published
 
 Published (arXiv 2408.03505): step times of Megatron-LM, of a balanced division of all layers, and of Optimus; the share
 of encoder work that is hidden after coarse and after fine filling; 0.167 s in which parameters are gathered and 0.458 s
-in which gradients are reduced. Shapes and parallel plans are theirs. What is not published, and assumed here:
+in which gradients are reduced. Shapes and parallel plans are theirs. Assumed, since it is not published:
 
 - `EFFICIENCY` of the language model's kernels and `ENCODER_EFFICIENCY` of the encoder's are fitted: the first to the
   balanced steps, the second to the coarse shares, which are one constant over the number of micro-batches.
@@ -24,7 +24,6 @@ from apollo_compile.distributed.pipeline.schedules import interleaved
 from apollo_compile.distributed.pipeline.simulate import end_of, simulate
 from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Schedule, StageTimes
 from apollo_compile.units import NS_PER_MS, NS_PER_S
-from benchmarks.optimus.balance import balance_layers, sum_stages
 from benchmarks.optimus.models import (
     BACKWARD_FORWARDS,
     Batch,
@@ -34,7 +33,14 @@ from benchmarks.optimus.models import (
     layer_ns,
     tensor_parallel_gaps,
 )
-from benchmarks.optimus.search import EncoderPlan, choose_plan, encoder_plans, place_replicas
+from benchmarks.optimus.search import (
+    EncoderPlan,
+    balance_layers,
+    choose_plan,
+    encoder_plans,
+    place_replicas,
+    sum_stages,
+)
 
 EFFICIENCY = 0.39
 ENCODER_EFFICIENCY = 0.21
@@ -55,7 +61,7 @@ SHARE_TOLERANCE = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """One size of the strong scaling, and what was published of it."""
+    """One size of the strong scaling, with its published figures."""
 
     num_gpus: int
     num_microbatches: int
@@ -84,7 +90,7 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeResult:
-    """What was computed for one size."""
+    """The computed steps of one size."""
 
     size: Size
     megatron_ns: int
@@ -94,7 +100,7 @@ class SizeResult:
     fine: FilledPlan
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """A published figure and the computed one."""
 
@@ -116,13 +122,8 @@ class Row:
         return abs(self.difference) <= self.tolerance
 
 
-def simulate_size(size: Size, *, num_fine: int = 1) -> SizeResult:
-    """Return the steps of one size: Megatron-LM, balanced, and with the encoder in the bubbles.
-
-    Arguments:
-        size: which one.
-        num_fine: parallel plans of the encoder whose fine fillings are compared.
-    """
+def simulate_size(size: Size) -> SizeResult:
+    """Return the steps of one size: Megatron-LM, balanced, and with the encoder in the bubbles."""
     schedule = interleaved(PIPELINE_PARALLEL, STAGES_PER_RANK, size.num_microbatches)
     language_ns = _layer_ns(LANGUAGE_MODEL, EFFICIENCY)
     encoder_ns = _layer_ns(ENCODER, ENCODER_EFFICIENCY)
@@ -143,7 +144,7 @@ def simulate_size(size: Size, *, num_fine: int = 1) -> SizeResult:
         activation_bytes=held * layer_activation_bytes(LANGUAGE_MODEL, BATCH, tensor_parallel=TENSOR_PARALLEL),
         memory_bytes=HARDWARE.memory_bytes,
     )
-    plan, coarse, fine = choose_plan(plans, make_encoder, schedule, times, num_fine=num_fine)
+    plan, coarse, fine = choose_plan(plans, make_encoder, schedule, times)
     return SizeResult(
         size=size,
         megatron_ns=_step_ns(schedule, megatron),
@@ -174,30 +175,16 @@ def compare(results: Sequence[SizeResult]) -> tuple[Row, ...]:
         size = result.size
         optimus_s = result.fine.step_ns / NS_PER_S
         balanced_s = result.balanced_ns / NS_PER_S
+        speedup = balanced_s / optimus_s
         for name, computed, published, tolerance, is_relative in (
             ("Megatron-LM, s", result.megatron_ns / NS_PER_S, size.megatron_s, TIME_TOLERANCE, True),
             ("balanced, s", balanced_s, size.balanced_s, TIME_TOLERANCE, True),
             ("Optimus, s", optimus_s, size.optimus_s, TIME_TOLERANCE, True),
-            (
-                "balanced over Optimus",
-                balanced_s / optimus_s,
-                size.balanced_s / size.optimus_s,
-                SPEEDUP_TOLERANCE,
-                False,
-            ),
+            ("balanced over Optimus", speedup, size.balanced_s / size.optimus_s, SPEEDUP_TOLERANCE, False),
             ("hidden, coarse", result.coarse.hidden_share, size.coarse_share, SHARE_TOLERANCE, False),
             ("hidden, fine", result.fine.hidden_share, size.fine_share, SHARE_TOLERANCE, False),
         ):
-            rows.append(
-                Row(
-                    num_gpus=size.num_gpus,
-                    name=name,
-                    computed=computed,
-                    published=published,
-                    tolerance=tolerance,
-                    is_relative=is_relative,
-                )
-            )
+            rows.append(Row(size.num_gpus, name, computed, published, tolerance, is_relative))
     return tuple(rows)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: models with inputs and a loss, by name; stored graphs and synthetic ones for the planner."""
+"""Workloads of benchmarks: models with inputs and a loss, by name; stored graphs and synthetic ones for the planner."""
 
 from benchmarks.workloads.build import SIZES, TwoTower, Workload, assemble, build, build_spec, weigh_outputs
 

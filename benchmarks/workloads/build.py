@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks.workloads.act import Act
 from benchmarks.workloads.specs import SPECS, Spec
 
-SIZES = ("tiny", "small", "deep", "base")
+SIZES = ("tiny", "small", "base")
 _NEVER_DROPPED = ("layerdrop", "drop_path_rate", "mask_time_prob", "mask_feature_prob")
 
 

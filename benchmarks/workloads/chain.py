@@ -34,7 +34,7 @@ class Chain(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(patches + tokens))
 
     def forward(self, patches: Tensor, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting every token from what comes before it."""
+        """Return the loss of predicting every token from those before it."""
         for layer in self.encoder:
             patches = layer(patches)
         hidden = torch.cat([self.projection(patches), self.embedding(tokens)], dim=1) + self.positions

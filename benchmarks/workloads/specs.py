@@ -1,4 +1,4 @@
-"""The public workloads as data: what to build, at which size, on which inputs. Imports nothing.
+"""The public workloads as data: models, sizes and inputs. Imports nothing.
 
 A spec names a Hugging Face config class with every number that is not the library's default, the inputs, and the
 modules that have no data dependence between them in the forward pass. `build.py` turns it into a model.
@@ -500,10 +500,6 @@ SPECS: dict[str, Spec] = {
             },
             "small": {
                 "config": {"width": 256, "hidden": 1024, "layers": 4, "heads": 4, "tokens": (50, 32)},
-                "inputs": {"image": image(4, 50, 256), "text": image(4, 32, 256)},
-            },
-            "deep": {
-                "config": {"width": 256, "hidden": 1024, "layers": 12, "heads": 4, "tokens": (50, 32)},
                 "inputs": {"image": image(4, 50, 256), "text": image(4, 32, 256)},
             },
         },

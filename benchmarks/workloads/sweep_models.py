@@ -1,9 +1,9 @@
-"""Hand-written models of the correctness sweep: what real training code does and small models of a library do not.
+"""Hand-written models of the correctness sweep: habits of real training code that models of a library do not have.
 
     OWN_MODELS   their names
     build_own    the model, its inputs and loss as a `Workload`
 
-Each is made of torch alone. Where it matters to a compiler, the docstring of a model says what is odd about it.
+Each is made of torch alone. Where it matters to a compiler, the docstring of a model names its oddity.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The multimodal models of today in the correctness sweep, as data: vision-language models, and a policy of a robot.
 
-They see what their processors give them: several pictures of unequal sizes in one sample, packed patches with the sizes
+They see inputs as from their processors: several pictures of unequal sizes in one sample, packed patches with the sizes
 beside them (`image_grid_thw`, `spatial_shapes`), and the kind of every token (`mm_token_type_ids`, `token_type_ids`).
 That is where graphs break: sizes that are read from tensors become Python numbers.
 

@@ -33,7 +33,7 @@ from apollo_compile.ir import (
 )
 
 _BYTES = 2
-"""Of a number."""
+"""Bytes of a number."""
 _TILE = 128
 
 
@@ -162,7 +162,7 @@ class _Drawing:
         return len(self._works)
 
     def add(self, work: Work, reads: Sequence[int]) -> int:
-        """Add a segment that reads what others make; return its number."""
+        """Add a segment that reads outputs of others; return its number."""
         self._works.append(work)
         self._reads.append(list(reads))
         return len(self._works) - 1
@@ -186,12 +186,11 @@ class _Drawing:
 
     def graph(self, name: str) -> SegmentGraph:
         """Return the graph; its name ends in the number of segments."""
+        inputs = [[BufferId(other + 1) for other in reads] or [BufferId(0)] for reads in self._reads]
         readers: list[list[SegmentId]] = [[] for _ in range(self.num_segments + 1)]
-        for segment, reads in enumerate(self._reads):
-            for other in reads:
-                readers[other + 1].append(SegmentId(segment))
-            if not reads:
-                readers[0].append(SegmentId(segment))
+        for segment, reads in enumerate(inputs):
+            for buffer in reads:
+                readers[buffer].append(SegmentId(segment))
         buffers = tuple(
             Buffer(
                 id=BufferId(index),
@@ -209,12 +208,12 @@ class _Drawing:
                 name=f"s{index}",
                 module="",
                 body=BodyId(index),
-                inputs=tuple(BufferId(other + 1) for other in reads) or (BufferId(0),),
+                inputs=tuple(reads),
                 outputs=(BufferId(index + 1),),
                 after=(),
                 work=work,
             )
-            for index, (work, reads) in enumerate(zip(self._works, self._reads, strict=True))
+            for index, (work, reads) in enumerate(zip(self._works, inputs, strict=True))
         )
         return SegmentGraph(
             name=f"{name} {self.num_segments}",

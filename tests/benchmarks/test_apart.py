@@ -1,4 +1,4 @@
-"""Processes that run one case after the other: what comes back, and what ends them."""
+"""Processes that run one case after the other: their results, and their ends."""
 
 from __future__ import annotations
 

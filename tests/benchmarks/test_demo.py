@@ -1,4 +1,4 @@
-"""The demo trains a CLIP, and shows what became of it."""
+"""The demo trains a CLIP, and shows its report and its speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIANTS = ["eager", "inductor", "apollo-serial", "apollo"]
 
 @pytest.fixture
 def _as_in_a_process() -> Iterator[None]:
-    """Dynamo knows of no other shapes; later tests do not see what the demo logs."""
+    """Dynamo knows of no other shapes; later tests do not see its log."""
     torch._dynamo.reset()
     logger = logging.getLogger("apollo_compile")
     level = logger.level

@@ -6,47 +6,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from apollo_compile.config import load_config
-from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.gpu import Sharing
 from benchmarks import gpu_checks
-from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS
-from benchmarks.harness.outcome import Check, Outcome
+from benchmarks.harness.outcome import Check
 from benchmarks.workloads import gpu as gpu_workloads
 from benchmarks.workloads.gpu import SHAPES
 from tests.device.gpu.fake_gpu import FakeGpu
-
-
-def test_every_check_has_a_name_and_says_what_it_is_for() -> None:
-    """By the numbers of the experiments."""
-    for name, check in {**THOROUGH_CHECKS, **CHECKS}.items():
-        assert check.__doc__ is not None and check.__doc__.split(":")[0].replace(",", "") in name
-    numbers = {word for name in CHECKS for word in name.split() if word[0] == "T" and word[1:].isdigit()}
-    assert numbers == {f"T{number}" for number in range(16)}
-    assert list(THOROUGH_CHECKS) == [*CHECKS, "T4 races in all workloads"]
-
-
-@pytest.mark.parametrize(("level", "is_met"), [(Level.OK, True), (Level.WARNING, True), (Level.ERROR, False)])
-def test_the_self_check_is_made_anew_and_kept(level: Level, is_met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where doctor and models look for it; a warning is told of."""
-    finding = Finding(subject="overlap", level=level, message="lanes share 64 SMs")
-    seen = []
-
-    def check_gpu(gpu: object, cache: Path, *, again: bool) -> SimpleNamespace:
-        seen.append((cache, again))
-        return SimpleNamespace(findings=(finding,))
-
-    monkeypatch.setattr(gpu_checks, "check_gpu", check_gpu)
-    outcome = gpu_checks.lanes_pass_the_self_check(CheckedGpu())  # type: ignore[arg-type]
-    assert outcome.is_met is is_met and outcome.numbers == {"overlap": [level, "lanes share 64 SMs"]}
-    assert outcome.text == ("1 findings, all well" if level is Level.OK else "overlap: lanes share 64 SMs")
-    assert seen == [(load_config().device.cache, True)]
 
 
 class CheckedGpu(FakeGpu):
@@ -104,14 +74,6 @@ def test_queues_are_tried_in_processes_of_their_own(
     assert outcome.is_met is is_met and text in outcome.text
 
 
-def test_a_process_that_fails_is_told_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And by what it was started."""
-    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nCudaError: no driver\n")
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
-    outcome = gpu_checks.queues_of_the_device_are_enough(CheckedGpu())  # type: ignore[arg-type]
-    assert (outcome.is_met, outcome.text) == (False, "CUDA_DEVICE_MAX_CONNECTIONS=1: CudaError: no driver")
-
-
 def fake_kernels(monkeypatch: pytest.MonkeyPatch, num_sms: int, *, is_refused: bool = True) -> None:
     """Put stand-ins in the place of kernels, which note `num_sms` different SMs or spin as long as they were told."""
 
@@ -136,19 +98,9 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, num_sms: int, *, is_refused: b
     ("num_sms", "is_refused", "is_met", "text"),
     [
         (8, True, True, "clusters of 8 SMs of atoms 0: 1 5.0 us, 2 5.0 us; 24 SMs of atoms 0, 1, 2: 1 5.0 us"),
-        (
-            8,
-            True,
-            True,
-            "a cooperative grid of 2112 blocks is refused on one atom: Triton Error [CUDA]: too many",
-        ),
+        (8, True, True, "a cooperative grid of 2112 blocks is refused on one atom: Triton Error [CUDA]: too many"),
         (8, False, True, "is not refused on one atom: a barrier in it would hang"),
-        (
-            26,
-            True,
-            False,
-            "clusters of 2 ran on 26 SMs of a lane of 8 SMs of atoms 0; clusters of 1 ran on 26 SMs",
-        ),
+        (26, True, False, "clusters of 2 ran on 26 SMs of a lane of 8 SMs of atoms 0; clusters of 1 ran on 26 SMs"),
     ],
 )
 def test_clusters_have_to_stay_on_their_lane(
@@ -186,24 +138,6 @@ def test_clocks_have_to_agree(profiled_ns: int, is_met: bool, monkeypatch: pytes
     outcome = gpu_checks.markers_agree(gpu)  # type: ignore[arg-type]
     assert outcome.is_met is is_met
     assert outcome.text.endswith("the profiler tells lanes apart by context") and not gpu.races
-
-
-@pytest.mark.parametrize(
-    ("code", "is_met", "text"),
-    [
-        (0, True, "dropout and the next capture work"),
-        (1, False, "RuntimeError: Offset increment outside graph capture"),
-    ],
-)
-def test_a_refused_capture_is_tried_in_a_process_of_its_own(
-    code: int, is_met: bool, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whose last line says what became of dropout."""
-    out, err = ("told\n" + text, "a warning") if is_met else ("told", "Traceback\n" + text)
-    done = SimpleNamespace(returncode=code, stdout=out, stderr=err)
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
-    outcome: Outcome = gpu_checks.a_refused_capture_leaves_dropout_alone(CheckedGpu())  # type: ignore[arg-type]
-    assert (outcome.is_met, outcome.text) == (is_met, text)
 
 
 def test_code_for_processes_of_their_own_compiles() -> None:

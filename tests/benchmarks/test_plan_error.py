@@ -1,4 +1,4 @@
-"""What is made of the times of many plans."""
+"""Times of many plans, evened out over rounds."""
 
 from __future__ import annotations
 

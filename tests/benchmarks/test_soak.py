@@ -1,4 +1,4 @@
-"""The soak: what it calls a failure."""
+"""The failures that a soak finds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.soak import ALLOWED_PER_EPISODE, EPISODES, WARM_ROUNDS, Episode, Outcome, Round, judge, soak
-from tests.benchmarks.test_steady import SLICE
+from tests.benchmarks.test_growth import SLICE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -21,8 +21,8 @@ def _round(**after: int) -> Round:
     return Round(after=replace(SLICE, **after), num_on_lanes=3)
 
 
-def test_what_grew_after_the_warm_rounds_is_named() -> None:
-    """What grew before them is not."""
+def test_growth_after_the_warm_rounds_is_named() -> None:
+    """Earlier growth is not."""
     assert judge([_round(resident_bytes=10), _round(), _round()], 2) == []
     (problem,) = judge([_round(), _round(), _round(), _round(num_threads=4)], 2)
     assert problem == "GREW: num_threads from 3 to 4"
@@ -32,7 +32,7 @@ def test_what_grew_after_the_warm_rounds_is_named() -> None:
 
 
 def test_a_round_without_lanes_is_a_problem() -> None:
-    """What a soak is for did not run in it."""
+    """A soak is there for plans on lanes."""
     (problem,) = judge([_round(), _round(), replace(_round(), num_on_lanes=0), _round()], 2)
     assert problem == f"no graph of round {SLICE.last_step} ran on lanes"
     assert judge([replace(_round(), num_on_lanes=0)] * 3, 2, on_lanes=False) == []

@@ -14,12 +14,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from apollo_compile.ir import Variant  # noqa: E402
-from apollo_compile.tools.bench.numbers import Numbers, save_digest  # noqa: E402
 from apollo_compile.tools.bench.turns import measure_children  # noqa: E402
 from benchmarks.harness import whole_steps  # noqa: E402
 from benchmarks.harness.whole_steps import CompiledStep, FullBatch, Loop, TracedStep, TracedWholeStep  # noqa: E402
 from benchmarks.steps import KNOWN, VARIANTS, format_overview, is_judged, make_task  # noqa: E402
 from benchmarks.workloads.chain import build_chain  # noqa: E402
+from tests.tools.test_bench import FakeChild  # noqa: E402
 
 EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
 
@@ -90,28 +90,11 @@ def test_every_variant_has_a_stepper_and_the_reference_comes_first() -> None:
     assert VARIANTS[0].name == "eager"
 
 
-class _FakeChild:
-    def __init__(self, step_ns: int, path: Path, loss: float = 1.0) -> None:
-        self.step_ns, self.path, self.loss = step_ns, path, loss
-
-    def start(self) -> float:
-        return 1.0
-
-    def warm_up(self, steps: int) -> int:
-        return steps
-
-    def run(self, untimed: int, timed: int) -> list[int]:
-        return [self.step_ns] * timed
-
-    def peak_bytes(self) -> None:
-        return None
+class Child(FakeChild):
+    """A variant that runs one program."""
 
     def ran(self) -> list[str]:
         return ["one program"]
-
-    def numbers(self) -> Numbers:
-        save_digest(self.path, {})
-        return {"loss": self.loss, "digest": str(self.path)}
 
 
 def test_the_overview_has_a_ratio_over_every_rival_with_its_interval(tmp_path: Path) -> None:
@@ -119,7 +102,7 @@ def test_the_overview_has_a_ratio_over_every_rival_with_its_interval(tmp_path: P
     times = {"eager": 500, "inductor": 400, "inductor-traced": 200, "inductor-full-batch": 100, "apollo-step": 200}
     rows = []
     for name, batch in (("clip", 8), ("llava", 4)):
-        children = {each: _FakeChild(ns, tmp_path / f"{each}.npz") for each, ns in times.items()}
+        children = {each: Child(each, ns, [], tmp_path) for each, ns in times.items()}
         task = make_task(name, "tiny", batch, "adamw", 4)
         made = measure_children(task, children, rounds=5, steps_per_turn=1, warmup=0, pause=lambda seconds: None)
         rows.append(made)

@@ -1,4 +1,4 @@
-"""The correctness sweep: what it compares, how it goes on, and what its page says."""
+"""The correctness sweep: its comparisons, its file, and the tables of its page."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 
 from benchmarks import op_infos, robustness, sweep  # noqa: E402
+from benchmarks.harness.results import load_results, save_results  # noqa: E402
 from benchmarks.sweep import Case, Result, find_difference  # noqa: E402
 from tests.faults.test_table import NO_FAULTS  # noqa: E402
 
@@ -51,26 +52,23 @@ def test_an_error_of_eager_in_one_step_is_allowed_in_later_ones() -> None:
     assert find_difference({**eager, "loss of step 0": torch.tensor(1.3)}, eager, exact, 1e-5) is not None
 
 
-def test_buffers_of_every_type_are_compared() -> None:
-    """Masks, counters, spectra."""
-    buffers = {
-        "mask at the end": torch.tensor([True, False]),
-        "count at the end": torch.tensor(3),
-        "spectrum at the end": torch.tensor([1 + 2j]),
-        "hash at the end": torch.tensor([7], dtype=torch.uint64),
-    }
-    assert find_difference(buffers, buffers, None, 1e-5) is None
-    for name, other in zip(
-        buffers,
-        (torch.tensor([True, True]), torch.tensor(4), torch.tensor([1 + 3j]), torch.tensor([8], dtype=torch.uint64)),
-        strict=True,
-    ):
-        found = find_difference({**buffers, name: other}, buffers, None, 1e-5)
-        assert found is not None and found.what == name
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.tensor(3), torch.tensor(4)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 3j])),
+        (torch.tensor([7], dtype=torch.uint64), torch.tensor([8], dtype=torch.uint64)),
+    ],
+)
+def test_buffers_of_every_type_are_compared(value: torch.Tensor, other: torch.Tensor) -> None:
+    """Masks, counters, spectra, hashes."""
+    assert find_difference({"it": value}, {"it": value}, None, 1e-5) is None
+    assert find_difference({"it": other}, {"it": value}, None, 1e-5) is not None
 
 
 def test_a_gradient_of_zeros_is_as_good_as_none() -> None:
-    """AOTAutograd gives zeros to what only feeds unused outputs."""
+    """AOTAutograd gives zeros to inputs of unused outputs."""
     eager = {**EAGER, "gradient of v in step 0": None}
     zeros, ones = ({**eager, "gradient of v in step 0": value} for value in (torch.zeros(2), torch.ones(2)))
     assert find_difference(zeros, eager, eager, 1e-5) is None
@@ -97,7 +95,7 @@ def _off(**sizes: float) -> dict[str, torch.Tensor]:
 def test_a_difference_is_inductors_where_inductor_alone_is_off_at_the_same_number(
     ours: dict[str, float], its: dict[str, float], is_alike: bool
 ) -> None:
-    """By at least half as much; what it does to other numbers is no excuse."""
+    """By at least half as much; its errors in other numbers are no excuse."""
     problem, rival = (find_difference(_off(**sizes), EAGER, EXACT, 1e-5) for sizes in (ours, its))
     assert problem is not None
     assert problem.is_also_in(rival) == is_alike
@@ -117,25 +115,17 @@ def test_an_error_is_inductors_where_inductor_alone_raises_one_of_the_same_type(
     assert value.is_also_in(value) and not value.is_also_in(key)
 
 
-def test_every_setting_but_the_plain_one_takes_part_in_the_rotation() -> None:
-    """Every model gets one."""
+def test_settings_rotate_over_models_and_meet_in_few() -> None:
+    """Every model gets one, all but the plain one; of few, every precision and both modes meet every optimizer."""
     names = list(sweep.model_names())
-    cases = sweep.rotate(names)
-    assert [case.model for case in cases] == names
-    assert len(names) >= 60
+    cases, few = sweep.rotate(names), sweep.rotate_few()
+    assert [case.model for case in cases] == names and len(names) >= 60
     settings = {replace(case, model="") for case in cases}
     assert len(settings) == len(sweep.PRECISIONS) * len(sweep.OPTIMIZERS) * len(sweep.MODES) - 1
-    assert Case(model="") not in settings
-
-
-def test_a_dozen_models_are_compiled_in_settings_that_meet() -> None:
-    """Every precision meets every optimizer, which meets both modes; the plain case is another one."""
-    cases = sweep.rotate_few()
-    assert {(case.precision, case.optimizer) for case in cases} == set(product(sweep.PRECISIONS, sweep.OPTIMIZERS))
-    assert {(case.optimizer, case.mode) for case in cases} == set(product(sweep.OPTIMIZERS, sweep.MODES))
-    assert {case.bodies for case in cases} == {"native"}
-    assert {case.model for case in cases} <= set(sweep.model_names())
-    assert Case(model=cases[0].model) not in cases
+    assert Case(model="") not in settings and Case(model=few[0].model) not in few
+    assert {(case.precision, case.optimizer) for case in few} == set(product(sweep.PRECISIONS, sweep.OPTIMIZERS))
+    assert {(case.optimizer, case.mode) for case in few} == set(product(sweep.OPTIMIZERS, sweep.MODES))
+    assert {case.bodies for case in few} == {"native"} and {case.model for case in few} <= set(names)
 
 
 def test_results_are_read_back_and_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,27 +135,17 @@ def test_results_are_read_back_and_not_run_again(tmp_path: Path, capsys: pytest.
         Result(case=Case(model="clip"), outcome="failed", problem="the process hung", commit="abc"),
     ]
     file = tmp_path / "sweep.json"
-    sweep.save(file, known)
-    assert sweep.load(file) == known
+    save_results(file, known)
+    assert load_results(file, Result) == known
     assert sweep.main(["--only", "bert,clip", "--json", str(file)]) == 1
     assert "fell back 1, inductor 0, failed 1" in capsys.readouterr().out
-
-
-@pytest.mark.soak
-def test_a_process_that_dies_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next case has a process of its own."""
-    cases = [Case(model="no such model"), Case(model="nor this")]
-    results = list(sweep.run_cases(cases, timeout_s=300.0))
-    assert [result.case for result in results] == cases
-    assert {result.outcome for result in results} == {"failed"}
-    assert all("died with exit code 1" in result.problem for result in results)
 
 
 def test_the_page_has_what_the_results_say() -> None:
     """The tables of docs/robustness.md are made by `python -m benchmarks.robustness`, and nothing in them failed."""
     page = robustness.PAGE.read_text(encoding="utf-8")
     assert robustness.render(page) == page
-    results = [*sweep.load(robustness.SWEEP), *op_infos.load(robustness.OP_INFOS)]
+    results = [*load_results(robustness.SWEEP, Result), *load_results(robustness.OP_INFOS, op_infos.Result)]
     assert all(result.outcome != "failed" and result.commit for result in results)
     lines = json.loads(robustness.TESTS.read_text())
     assert all(line["outcome"] == "passed" for line in lines.values())

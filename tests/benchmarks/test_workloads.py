@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.workloads import build  # noqa: E402
+from benchmarks.workloads.gpu import SHAPES, Multimodal, build_gpu_workload  # noqa: E402
 from benchmarks.workloads.specs import SPECS  # noqa: E402
 
 
@@ -39,15 +40,25 @@ def test_the_batch_size_can_be_overridden() -> None:
     assert {value.shape[0] for value in workload.inputs.values()} == {3}
 
 
-def test_dropout_makes_two_forwards_differ() -> None:
-    """The option reaches the model, also where Hugging Face keeps the probability as a number."""
-    workload = build("clip", "tiny", dropout=0.3)
-    assert not torch.equal(
-        workload.loss(workload.model(**workload.inputs)), workload.loss(workload.model(**workload.inputs))
-    )
+@pytest.mark.parametrize("name", SHAPES)
+def test_models_of_gpu_size_train(name: str) -> None:
+    """Tiny ones of the same shape, on a CPU: every parameter gets a gradient; equal arguments give equal numbers."""
+    losses = []
+    for _ in range(2):
+        workload = build_gpu_workload(name, batch=2, scale="tiny", device="cpu")
+        loss = workload.model(workload.inputs)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in workload.model.parameters())
+        losses.append(loss.item())
+    assert losses[0] == losses[1] and losses[0] > 0
 
 
-def test_an_unknown_workload_is_named_with_the_known_ones() -> None:
-    """The error lists what there is."""
-    with pytest.raises(ValueError, match="known: clip"):
-        build("clop", "tiny")
+def test_full_workloads_have_the_numbers_of_the_published_models() -> None:
+    """Parameters in millions; embeddings are not among them."""
+    with torch.device("meta"):
+        millions = {
+            name: sum(p.numel() for p in Multimodal(shape).parameters()) / 1e6 for name, shape in SHAPES.items()
+        }
+    assert millions["clip_b32"] == pytest.approx(124, abs=3)
+    assert millions["clip_l14"] == pytest.approx(389, abs=6)
+    assert millions["imagebind"] == pytest.approx(278, abs=6)

@@ -21,8 +21,7 @@ from apollo_compile.distributed.fill_bubbles import BubbleEncoder, FilledPipelin
 from apollo_compile.distributed.measured_plan import MeasuredPlan
 from apollo_compile.distributed.pipeline.values import Kind, Op, StageTimes
 from apollo_compile.errors import PipelinePlanError
-from apollo_compile.units import NS_PER_MS
-from benchmarks.bubbles import Sleeper
+from apollo_compile.units import NS_PER_MS, NS_PER_S
 
 SIZE = 2
 STEPS = 10
@@ -245,6 +244,38 @@ STAGE_MS = ((40, 10), (10, 40))
 """By stage, forward and backward: each rank waits for the other one, so that waiting would be seen."""
 SEGMENT_MS = ((4, 8), (20, 40))
 """The same by segment of the encoder."""
+
+
+class _Sleep(torch.autograd.Function):
+    """Hands on a tensor and its gradient after a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        """Sleep."""
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Sleep."""
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class Sleeper(nn.Module):
+    """A module that takes a given time; features are added to its input."""
+
+    def __init__(self, forward_ns: int, backward_ns: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.durations = forward_ns / NS_PER_S, backward_ns / NS_PER_S
+
+    def forward(self, x: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the input, scaled."""
+        if features is not None:
+            x = x + features
+        return _Sleep.apply(x * self.scale, *self.durations)
 
 
 class FailingStage(Sleeper):

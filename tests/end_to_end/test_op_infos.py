@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("expecttest")
 
 from benchmarks import op_infos  # noqa: E402
+from benchmarks.harness.results import load_results, save_results  # noqa: E402
 from benchmarks.op_infos import MAX_SAMPLES, Case, Result, Several  # noqa: E402
 
 
@@ -81,16 +82,14 @@ def test_results_of_this_commit_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of other commits are; a failed case is the exit code."""
-    from apollo_compile.tools.bench import facts
-
-    file, here = tmp_path / "op_infos.json", facts.machine_facts()
-    monkeypatch.setattr(facts, "machine_facts", lambda: {**here, "commit": "abc"})
+    file, here = tmp_path / "op_infos.json", op_infos.machine_facts()
+    monkeypatch.setattr(op_infos, "machine_facts", lambda: {**here, "commit": "abc"})
     known = [
         Result(case=Case(kind="operator", name="add"), outcome="passed", rivals={"inductor": ""}, commit="abc"),
         Result(case=Case(kind="operator", name="mul"), outcome="failed", problem="differs", commit="abc"),
     ]
-    op_infos.save(file, known)
-    assert op_infos.load(file) == known
+    save_results(file, known)
+    assert load_results(file, Result) == known
     cases = {case.name: case for case in (result.case for result in known)}
     monkeypatch.setattr(op_infos, "all_cases", lambda bodies: list(cases.values()))
     assert op_infos.main(["--json", str(file)]) == 1

@@ -18,8 +18,8 @@ from apollo_compile.ir import Program, Wait
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import Step, compile_step
+from benchmarks.harness.growth import find_growth, watch
 from benchmarks.harness.whole_steps import draw_class_tokens
-from benchmarks.steady import find_growth, watch
 from benchmarks.workloads import build
 from tests.races import find_races
 
@@ -353,7 +353,7 @@ def test_thousands_of_steps_hold_no_more_memory(kind: str) -> None:
     def take() -> None:
         step(batches[next(turn) % len(batches)])
 
-    slices = watch(take, lambda: bool(step.verdicts), 2000, lambda: None)
+    slices = watch(take, lambda: bool(step.verdicts), 2000)
     assert ran_as_programs(step, 1)
     tenth = len(slices) // 10
     assert find_growth(slices[tenth : 2 * tenth], slices[-tenth:]) == []

@@ -58,7 +58,7 @@ def build_counter() -> Any:
 
 
 @dataclass
-class _FakeChild:
+class FakeChild:
     """Writes what it was asked for into a log that all children share."""
 
     name: str
@@ -98,7 +98,7 @@ def test_turns_alternate_their_order() -> None:
 def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     """First every child starts, then all warm up, then rounds begin; a pause follows every turn."""
     log: list[str] = []
-    children = {name: _FakeChild(name, step_ns, log, tmp_path) for name, step_ns in (("eager", 300), ("inductor", 200))}
+    children = {name: FakeChild(name, step_ns, log, tmp_path) for name, step_ns in (("eager", 300), ("inductor", 200))}
     measurement = measure_children(
         Task(builder="x:y"),
         children,
@@ -129,7 +129,7 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
 
 def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
     """A speed-up says little where nobody knows of what."""
-    children = {name: _FakeChild(name, 100, [], tmp_path) for name in ("inductor", "apollo")}
+    children = {name: FakeChild(name, 100, [], tmp_path) for name in ("inductor", "apollo")}
     measurement = measure_children(
         Task(builder="x:y"), children, rounds=1, steps_per_turn=1, warmup=0, pause=lambda seconds: None
     )
@@ -141,7 +141,7 @@ def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
 def test_efficiency_goes_by_the_fastest_step_on_one_core(tmp_path: Path) -> None:
     """The others' share of it; nothing is said where nothing ran on one core."""
     times = {"eager": 100, "apollo": 50, "eager-one-core": 160, "apollo-one-core": 80}
-    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+    children = {name: FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
     told = partial(
         measure_children, Task(builder="x:y"), rounds=2, steps_per_turn=3, warmup=5, pause=lambda seconds: None
     )
@@ -158,7 +158,7 @@ def test_efficiency_goes_by_the_fastest_step_on_one_core(tmp_path: Path) -> None
 def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_path: Path) -> None:
     """Chains and large batches are rows without being part of the mean."""
     times = {"eager": 300, "inductor": 400, "apollo-serial": 250, "apollo": 200}
-    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+    children = {name: FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
 
     def told(name: str, batch: int) -> Measurement:
         task = Task(builder="x:y", arguments={"name": name, "batch": batch})
@@ -178,7 +178,7 @@ def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_pat
 def test_the_overview_has_the_best_mode_of_inductor_and_kept_memory(tmp_path: Path) -> None:
     """A gain over the default, over the best that torch can do, and over the default's code with kept memory."""
     times = {"eager": 300, "inductor": 400, "inductor-max-autotune": 240, "inductor-kept-memory": 360, "apollo": 200}
-    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+    children = {name: FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
     measurement = measure_children(
         Task(builder="x:y", arguments={"name": "vit_control", "batch": 8}, dtype="bfloat16"),
         children,
@@ -196,7 +196,7 @@ def test_a_measurement_says_which_cpu_and_type_it_was_taken_on(tmp_path: Path) -
     """In the table and in the file: which libraries are fast depends on the vendor."""
     measurement = measure_children(
         Task(builder="x:y", dtype="bfloat16"),
-        {"eager": _FakeChild("eager", 100, [], tmp_path)},
+        {"eager": FakeChild("eager", 100, [], tmp_path)},
         rounds=1,
         steps_per_turn=1,
         warmup=0,

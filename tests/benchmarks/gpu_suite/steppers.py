@@ -17,39 +17,30 @@ class Fine:
         self._name = order["variant"]["name"]
 
     def start(self) -> float:
-        """Return the seconds of a first step."""
         return 1.5
 
     def warm_up(self, steps: int, limit_s: float) -> dict[str, Any]:
-        """Return how many steps were taken."""
         return {"steps": steps, "is_settled": limit_s > 0}
 
     def losses(self) -> list[float]:
-        """Return losses."""
         return [1.0, 0.5]
 
     def memory(self) -> dict[str, int]:
-        """Return peaks."""
         return {"peak_bytes": 200, "warm_bytes": 100}
 
     def launch_times(self) -> dict[str, int | None]:
-        """Return times."""
         return {"host_ns": 10, "cpu_ns": 20, "device_ns": None}
 
     def decided(self) -> dict[str, Any]:
-        """Return what ran."""
         return {"ran": [self._name]}
 
     def replays(self) -> list[dict[str, Any]]:
-        """Return none."""
         return []
 
     def loop(self, steps: int) -> int:
-        """Return the nanoseconds of a step."""
         return steps * NS
 
     def run(self, untimed: int, timed: int) -> list[int]:
-        """Return the nanoseconds of steps."""
         return timed * [2 * NS]
 
 
@@ -61,7 +52,6 @@ class Dies(Fine):
         self._num_loops = 0
 
     def loop(self, steps: int) -> int:
-        """Return once, then end."""
         self._num_loops += 1
         if self._num_loops == 2:
             print("an illegal memory access was encountered", flush=True)
@@ -73,7 +63,6 @@ class Hangs(Fine):
     """Never takes its first step."""
 
     def start(self) -> float:
-        """Wait for nothing."""
         threading.Event().wait()
         return 0.0
 
@@ -82,7 +71,6 @@ class Fails(Fine):
     """Cannot tell its memory."""
 
     def memory(self) -> dict[str, int]:
-        """Raise."""
         raise RuntimeError("no allocator")
 
 
@@ -90,7 +78,6 @@ class Breaks(Fine):
     """Cannot begin."""
 
     def start(self) -> float:
-        """Raise, with advice after it."""
         raise RuntimeError("CUDA out of memory\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace")
 
 
@@ -98,35 +85,22 @@ class Patient(Fine):
     """Says how long its comparison may take."""
 
     def start(self) -> float:
-        """Return the seconds of a first step."""
         return 30.0
 
     def warm_up(self, steps: int, limit_s: float) -> dict[str, Any]:
-        """Return the limit."""
         return {"steps": steps, "limit_s": limit_s}
-
-
-class Placed(Fine):
-    """Says where Inductor's cache is."""
-
-    def decided(self) -> dict[str, Any]:
-        """Return the folder."""
-        return {"cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
 
 
 class Looker(Fine):
     """Checks of a device, of which one ends the process and one hangs."""
 
     def start(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return facts."""
         return {"gpu": "Fake GPU", "pid": os.getpid()}
 
     def rates(self) -> dict[str, float]:
-        """Return none."""
         return {"copy_bytes_per_s": 1e12}
 
     def check(self, name: str) -> dict[str, Any]:
-        """Do what the name says."""
         if name == "dies":
             os._exit(9)
         if name == "hangs":

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from apollo_compile.errors import ApolloError
 from benchmarks.gpu_suite import checks
-from benchmarks.gpu_suite.checks import LEAST_CHECK_S, Checks
+from benchmarks.gpu_suite.checks import Checks
 from benchmarks.gpu_suite.device import DeviceProcess, look_at_device
 from benchmarks.gpu_suite.stages import Report
 from tests.benchmarks.gpu_suite import steppers
@@ -43,38 +41,3 @@ def test_checks_go_on_after_one_that_ends_its_process(tmp_path: Path, monkeypatc
     assert found["one"].numbers["pid"] == found["two"].numbers["pid"] == report.facts["pid"]
     assert found["three"].numbers["pid"] != report.facts["pid"]
     assert "exit code 9" in found["dies"].text and "did not answer" in found["hangs"].text
-
-
-class Clocked:
-    """A clock, and a process whose checks take 20 seconds by it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def ask(self, request: tuple[Any, ...], limit_s: float, *, start_limit_s: float) -> Any:
-        """Take 20 seconds, or as long as it may."""
-        self.now += min(20.0, limit_s)
-        if limit_s < 20:
-            raise ApolloError("did not answer")
-        return {"name": request[1], "state": "ok", "text": ""}
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
-def test_checks_are_made_in_order_as_long_as_they_are_wanted_and_have_time() -> None:
-    """One that would have little waits until there is more; one that does not end is not made again."""
-    clock, report = Clocked(), Report(is_dry=False)
-    asked = Checks(clock, clock, {"quick": ["a"], "long": ["b", "c", "d", "e", "f"]})
-    asked.run(("long",), report, 1100.0, is_wanted=lambda: clock.now < 1030)
-    assert clock.now == 1040 and [check.name for check in report.checks] == ["b", "c"]
-    asked.run(("quick", "long"), report, 1060 + LEAST_CHECK_S - 1)
-    assert clock.now == 1060 and [check.name for check in report.checks] == ["b", "c", "a"]
-    asked.run(("quick", "long"), report, 1080 + LEAST_CHECK_S + 1)
-    assert [(check.name, check.state) for check in report.checks[3:]] == [("d", "ok"), ("e", "skipped")]
-    assert report.checks[-1].text == "no time left: it did not end"
-    asked.skip_rest(report)
-    assert [(check.name, check.state) for check in report.checks[5:]] == [("f", "skipped")]

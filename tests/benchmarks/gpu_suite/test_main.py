@@ -92,30 +92,11 @@ def test_every_variant_trains_as_eager_does(run: tuple[int, dict[str, Any], str]
     assert results["apollo"]["decided"]["plan_ns"] >= results["apollo"]["decided"]["bound_ns"] > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
-def test_without_a_gpu_it_says_so_in_one_line_and_has_an_exit_code_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And writes nothing."""
-    assert suite.main(["--json", str(tmp_path / "gpu.json")]) == suite.NO_GPU
-    assert capsys.readouterr().out == "no GPU: torch sees no CUDA device, so nothing was checked or measured\n"
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--device", "cpu", "--json", str(suite.RESULTS / "gpu_new.json")], "a dry run has none: write it elsewhere"),
-        (["--workloads", "bert:8"], "'bert:8' is no workload; write name:batch, of clip_b32"),
-        (["--workloads", "clip_b32"], "'clip_b32' is no workload; write name:batch"),
-        (["--variants", "tensorrt"], "unknown: tensorrt; known: inductor"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is measured."""
+def test_a_dry_run_is_not_written_among_results(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its figures are no GPU's."""
     with pytest.raises(SystemExit):
-        suite.main(arguments)
-    assert text in capsys.readouterr().err
+        suite.main(["--device", "cpu", "--json", str(suite.RESULTS / "gpu_new.json")])
+    assert "a dry run has none: write it elsewhere" in capsys.readouterr().err
 
 
 def test_complaints_are_about_checks_losses_and_apollo() -> None:
@@ -138,15 +119,6 @@ def test_complaints_are_about_checks_losses_and_apollo() -> None:
     ]
 
 
-def test_variants_are_those_that_the_readme_names() -> None:
-    """And all of Inductor's modes with CUDA graphs have them."""
-    readme = (suite.RESULTS.parent / "README.md").read_text()
-    for name in VARIANTS:
-        assert f"`{name.split(',')[0]}`" in readme, name
-    graphed = {name for name, each in VARIANTS.items() if each.options.get("triton.cudagraphs")}
-    assert graphed == {"reduce-overhead", "max-autotune", "traced whole as CUDA graphs"}
-
-
 def test_one_command_prepares_a_bare_machine(tmp_path: Path) -> None:
     """It unpacks the wheels, takes the extension from one of them, and leaves the rest of the time to the suite."""
     checkout, wheels, programs = tmp_path / "checkout", tmp_path / "wheels", tmp_path / "bin"
@@ -162,16 +134,9 @@ def test_one_command_prepares_a_bare_machine(tmp_path: Path) -> None:
     )
     python.chmod(0o755)
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": "mine"}
-    done = subprocess.run(
-        ["sh", script, "wheels", "--json", "gpu.json"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    unpack, run_suite = done.stdout.splitlines()
+    command = ["sh", script, "wheels", "--json", "gpu.json"]
+    printed = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True, timeout=60)
+    unpack, run_suite = printed.splitlines()
     assert unpack.split()[:4] == ["mine", "-m", "pip", "install"]
     assert unpack.endswith(f"--target build/gpu {wheels}/apollo_compile-1-cp312-abi3-linux.whl")
     found = re.fullmatch(r"(.*) -m benchmarks.gpu_suite --budget (\d+) --json gpu.json", run_suite)

@@ -90,15 +90,3 @@ def test_the_first_workload_has_what_is_slow_to_compile(tmp_path: Path) -> None:
     dry = ("--device", "cpu")
     assert names(clip, *dry) == names(chain, *dry, "--thorough") == list(VARIANTS)
     assert names(chain, *dry) == ["reduce-overhead", "apollo", "apollo-step"]
-
-
-def test_what_was_started_and_never_measured_is_ended(tmp_path: Path) -> None:
-    """By the end of the suite, which may come before."""
-    suite = suite_of(parse("--workloads", "clip_b32:2"), tmp_path, 99)
-    with suite._process, suite:
-        suite._check(Report(is_dry=False), time.monotonic())
-        ((heat, _),) = suite._started.values()
-        child = heat.children["apollo"]
-        assert child.receive(60) == 1.5
-    with pytest.raises(OSError, match="closed"):
-        child.has_answered()
