@@ -1,6 +1,6 @@
-"""What the ranks agree on for one graph: libraries for its matmuls, its first plan, and every later plan.
+"""Agreement of the ranks on one graph: its plan, and libraries for its matmuls.
 
-    Agreement(ranks).enroll(compilation);  Agreement.settle(proposed, own) -> Compilation | None
+    Agreement(ranks).enroll(compilation);  Agreement.settle(own) -> Compilation | None
     Agreement.settle_names(subject, names) -> names
 
 `ranks.py` settles texts under topics; here a text is a list of names, or a plan with the costs that it was made from.
@@ -27,7 +27,6 @@ class Agreement:
     ranks: Ranks
     topic: str = ""
     """Topic of the graph, the same on all ranks that compile it."""
-    num_settled: int = 0
 
     def enroll(self, compilation: Compilation) -> None:
         """Set the topic, from the graph's segments and number of units."""
@@ -35,29 +34,24 @@ class Agreement:
             graph, units = fingerprint(compilation.partition.graph), compilation.profile.units
             self.topic = self.ranks.enroll(graph, compilation.capture.name, units=units)
 
-    def settle(self, proposed: Compilation | None, own: Compilation, runner: StageRunner) -> Compilation | None:
-        """Return the plan that all ranks run from now on.
-
-        None means no new plan: the current one is kept, or, if there is none yet, the graph falls back. A plan that is
-        too large for the store is proposed as None.
+    def settle(self, own: Compilation, runner: StageRunner) -> Compilation | None:
+        """Return the plan that all ranks run; None if it is too large for the store, so that the graph falls back.
 
         Arguments:
-            proposed: the plan that this rank proposes, or None.
-            own: a compilation of the same segments on this rank, which an agreed plan is applied to.
+            own: the plan that this rank proposes, and its segments, which an agreed plan is applied to.
             runner: runs the stages behind the plan.
 
         Raises:
             RankError: the agreed plan is unknown, or not legal here.
         """
         if self.ranks.is_alone:
-            return proposed
-        proposal = json.dumps(to_json(None if proposed is None else Decision(costs=proposed.costs, plan=proposed.plan)))
+            return own
+        proposal = json.dumps(to_json(Decision(costs=own.costs, plan=own.plan)))
         if len(proposal) > MAX_BYTES:
-            proposed, proposal = None, json.dumps(None)
-        settled = self.ranks.settle(f"{self.topic}/plan {self.num_settled}", proposal)
-        self.num_settled += 1
+            proposal = json.dumps(None)
+        settled = self.ranks.settle(f"{self.topic}/plan", proposal)
         if settled == proposal:
-            return proposed
+            return None if settled == "null" else own
         try:
             content = json.loads(settled)
             return None if content is None else adopt_decision(own, from_json(Decision, content), runner=runner)

@@ -5,35 +5,25 @@
 Note [What ranks agree on]
     Plans cannot make ranks deadlock in each other's collectives: every segment with a collective comes after the
     previous one in graph order (`passes/capture.py`), every plan and program is checked for that, and Inductor keeps
-    the same order. Agreement is needed for two other reasons. Two variants of a graph differ in the last bits, so
-    parameters that tensor parallelism keeps equal on all ranks would drift apart. And a step in which one rank runs its
-    plan and another Inductor's code measures neither variant.
+    the same order. Agreement is needed since two variants of a graph differ in the last bits, so parameters that tensor
+    parallelism keeps equal on all ranks would drift apart.
 
-    Therefore the ranks settle: the costs and plan of every graph, which library computes its matmuls, every later plan,
-    the selections of a comparison, and the times of each of its rounds. Everything else (which selection is eliminated,
-    which one wins, what the next step runs) is a function of these and of the number of steps, so all ranks switch at
-    the same step.
+    Therefore the ranks settle, once, when a graph is compiled: the costs and plan of the graph, and which library
+    computes its matmuls. They neither compare variants nor plan again: a step in which one rank runs another variant
+    than the others measures neither.
 
     The first rank to arrive decides, by one compare-and-set in the store of the default process group; the others take
     the value that they find there. No rank ever waits for another, so a graph that one rank compiles and another never
-    sees (a modality absent from its batch) blocks nobody. A vote or an average would need all ranks. Ranks that a
-    collective keeps in step measure about the same, so it hardly matters which one is first.
+    sees (a modality absent from its batch) blocks nobody. A vote or an average would need all ranks.
 
     A topic identifies the segments of the graph, the number of units, and how often the rank has compiled these
     segments (for any number of units); not the graph's position in the program. A rank with other segments (another
-    pipeline stage) settles other topics, and decides alone if no other rank has them. After the verdict nothing is
-    settled any more, and so no step talks to the store: with several ranks there is no comparison after a drift.
+    pipeline stage) settles other topics, and decides alone if no other rank has them. No step talks to the store.
 
-    A failure on one rank must not make it run another variant than the others. There are two cases. (1) The rank takes
-    part in the same step, with a proposal that needs nothing from what failed. A rank whose measurements or planning
-    fail proposes to keep the plan, and takes another plan if that was settled. A rank on which Inductor cannot compile
-    a graph proposes a comparison without Inductor: at once, while the others wait for one step before they propose one
-    with it. If every step has a collective, no rank begins the next step before all have begun this one, so the failure
-    is known to all. If a plan is too large for the store, the proposal is that the graph falls back.
-    (2) The rank stops with a `RankError`, now and at every later decision, even if the first error is caught: when the
-    store does not answer, since the decision of the others is unknown; when the settled value is of another version,
-    damaged, not legal for its segments, or cannot be run here; and when anything unforeseen fails in a comparison. The
-    other ranks notice at the next collective, as with any error on one rank.
+    If a plan is too large for the store, the proposal is that the graph falls back. A rank stops with a `RankError`,
+    now and at every later decision, when the store does not answer, since the decision of the others is unknown, and
+    when the settled value is of another version, damaged, not legal for its segments, or cannot be run here. The other
+    ranks notice at the next collective, as with any error on one rank.
 
     If the process group has no store (a property of its kind, so the same on all ranks), nothing can be settled, and
     every graph falls back on every rank. If a graph cannot be captured, or its segments cannot be compiled, before it

@@ -99,7 +99,7 @@ def plan_graph(
     compilation = compile_partition(capture, partition, finding, profile=profile, config=config, runner=runner)
     if agreement is not None:
         agreement.enroll(compilation)
-        settled = agreement.settle(compilation, compilation, runner)
+        settled = agreement.settle(compilation, runner)
         if settled is None:
             raise UnsupportedGraphError(
                 f"its plan of {format_count(len(compilation.plan.assignments), 'segment')} is too large for the store "

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,21 +28,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import apollo_compile
-from apollo_compile import backend
-from apollo_compile.distributed.ranks import Ranks
-from apollo_compile.errors import RankError
-from apollo_compile.ir import Selection, Variant
+from apollo_compile.ir import Variant
 from apollo_compile.planner import apart
-from apollo_compile.session import bodies, comparison, learner, planning, registry
-from apollo_compile.session import compile as session_compile
+from apollo_compile.session import bodies, planning, registry
 from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2
 """Ranks of most scenarios."""
 STEPS = 20
-COMPARISON_STEPS = (3 + 2 + 2) * comparison.MIN_ROUNDS * comparison.STEPS_PER_TURN + 10
-"""Enough for a comparison of three and two of two, where none goes on beyond the least number of rounds."""
 FEW_STEPS = 3
 LEARNING_RATE = 3.0
 """For losses as small as those of the models here; a hundred steps do not learn everything."""
@@ -228,8 +222,11 @@ def train_fsdp(rank: int, folder: Path) -> Result:
     """CLIP under FSDP2, its parameters sharded as one group, so that both towers are in one graph."""
     model = make_clip()
     fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)))
-    options = {**LANES, "plan.replan": False, "runtime.bodies": "eager"}
-    return _train_clip(rank, model, torch.compile(model, backend="apollo", options=options))
+    options = {**LANES, "runtime.bodies": "eager"}
+    result = _train_clip(rank, model, torch.compile(model, backend="apollo", options=options))
+    reported = {graph.name for graph in apollo_compile.report().graphs}  # by a parameter it finds none
+    names = [graph.compilation.capture.name for graph in registry.compiled_models()[-1].graphs]
+    return {**result, "reported": [name in reported for name in names]}
 
 
 def train_fsdp_natively(rank: int, folder: Path) -> Result:
@@ -245,18 +242,6 @@ def train_fsdp_natively(rank: int, folder: Path) -> Result:
     return {**result, "native": [body.entry_address is not None for graph in entry.graphs for body in graph.bodies]}
 
 
-def train_fsdp_comparison(rank: int, folder: Path) -> Result:
-    """A model under FSDP2 whose variants compete; its code is that of DDP's comparison."""
-    alone, model = _twice(Pair)
-    fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)), reshard_after_forward=True)
-    result, _ = _hold_comparison(model, model, inputs(rank))
-    _train(alone, COMPARISON_STEPS, [inputs(other) for other in range(SIZE)])
-    reported = {graph.name for graph in apollo_compile.report().graphs}  # by a parameter it finds none
-    names = [graph.compilation.capture.name for graph in registry.compiled_models()[-1].graphs]
-    states = {"expected": _whole_state(alone), "found": _whole_state(model)}
-    return {**result, **states, "reported": [name in reported for name in names]}
-
-
 def train_tensor_parallel(rank: int, folder: Path) -> Result:
     """Layers split over the ranks; DTensor puts the collectives into the graphs.
 
@@ -269,23 +254,30 @@ def train_tensor_parallel(rank: int, folder: Path) -> Result:
     return {"expected": expected, "found": found, **_graphs(model)}
 
 
-def train_tensor_parallel_comparison(rank: int, folder: Path) -> Result:
-    """Variants of layers that are split compete; afterwards one rank runs its plans, and the other Inductor's code."""
+def train_tensor_parallel_mixed(rank: int, folder: Path) -> Result:
+    """Layers that are split: rank 0 runs its plans, and rank 1 the whole graphs as Inductor compiles them."""
     alone, model = _twice(Towers)
     _split_layers(model)
-    result, run = _hold_comparison(model, model, inputs(0))
+    run = torch.compile(model, backend="apollo", options={**LANES, "plan.autotune": True})
+    first = _train(model, FEW_STEPS, [inputs(0)], run)
     replicated = {n: v.to_local().clone() for n, v in model.state_dict().items() if v.placements[0].is_replicate()}
     (entry,) = registry.find_models(model)
     for graph in entry.graphs:
+        graph.prepare()
         graph.use((Variant.PLAN, Variant.INDUCTOR)[rank])
-    found = _train(model, FEW_STEPS, [inputs(0)], run)
+    expected = [_train(alone, FEW_STEPS, [inputs(0)]) for _ in range(2)]
     return {
-        **result,
         "replicated": replicated,
-        "last_ways": [graph.variant for graph in entry.graphs],
-        "expected": _train(alone, COMPARISON_STEPS + FEW_STEPS, [inputs(0)]),
-        "found": found,
+        "found": {**_named("first", first), **_named("second", _train(model, FEW_STEPS, [inputs(0)], run))},
+        "expected": {**_named("first", expected[0]), **_named("second", expected[1])},
+        "variants": [graph.variant for graph in entry.graphs],
+        "is_settled": registry.is_settled(run),
+        **_graphs(model),
     }
+
+
+def _named(name: str, result: Result) -> Result:
+    return {f"{name} {key}": value for key, value in result.items()}
 
 
 def run_branches(rank: int, folder: Path) -> Result:
@@ -295,14 +287,6 @@ def run_branches(rank: int, folder: Path) -> Result:
     run = torch.compile(model, backend="apollo", options={**LANES, "runtime.bodies": "eager"})
     with torch.no_grad():
         return {"expected": model(inputs(rank)), "found": [run(inputs(rank)) for _ in range(5)], **_graphs(model)}
-
-
-def train_comparison(rank: int, folder: Path) -> Result:
-    """A model under DDP whose variants compete."""
-    alone, model = _twice(Pair)
-    result, _ = _hold_comparison(model, DistributedDataParallel(model), inputs(rank))
-    _train(alone, COMPARISON_STEPS, [inputs(other) for other in range(SIZE)])
-    return {**result, "expected": _whole_state(alone), "found": _whole_state(model)}
 
 
 def run_dynamic(rank: int, folder: Path) -> Result:
@@ -357,67 +341,6 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 """What goes wrong on one rank, by the name of its scenario. What keeps a graph from being counted is last."""
 
 
-def learn_with_fault(rank: int, folder: Path) -> Result:
-    """A graph with collectives that is planned again; rank 1 cannot learn from what it measures."""
-    torch.manual_seed(0)
-    model, x = Pair(dist.group.WORLD), inputs(rank)
-    options = {"debug.strict": False, "device.profile": _wrong_profile(rank, folder), "runtime.bodies": "eager"}
-    run = torch.compile(model, backend="apollo", options={**LANES, **options})
-    found, ran = [], []
-    with torch.no_grad(), _failing(learner, "observe_trace") if rank == 1 else nullcontext():
-        for _ in range(2 * (learner.SKIPPED_RUNS + learner.OBSERVED_RUNS) + 2):
-            found.append(run(x))
-            ((graph,),) = (entry.graphs for entry in registry.find_models(model))
-            ran.append((graph.compilation.plan, graph.is_settled))
-        return {"expected": model(x), "found": found, "ran": ran, **_graphs(model)}
-
-
-def hold_comparison_with_fault(rank: int, folder: Path) -> Result:
-    """A model under DDP whose variants compete; Inductor can compile it on rank 0 only."""
-    _, model = _twice(Pair)
-    with _failing(session_compile, "compile_again") if rank == 1 else nullcontext():
-        result, _ = _hold_comparison(model, DistributedDataParallel(model), inputs(rank), {"debug.strict": False})
-    return {**result, "found": _whole_state(model)}
-
-
-class _Cut:
-    """A store that cannot be reached any more from some time on."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store, self.is_cut = store, False
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key, if it has no value, and return what it has then."""
-        if self.is_cut:
-            raise dist.DistNetworkError("Connection reset by peer")
-        return self._store.compare_set(key, expected, desired)
-
-
-def lose_store(rank: int, folder: Path) -> Result:
-    """Rank 1 loses the store while the variants of a model compete; no collective holds the ranks in step."""
-    assert dist.group.WORLD is not None
-    store = _Cut(dist.PrefixStore("lose_store", dist.group.WORLD.get_group_store().clone()))
-    ranks = Ranks(store)
-    _, model = _twice(Pair)
-    options = {**LANES, "debug.strict": False, "plan.autotune": True, "plan.replan": False}
-    run = torch.compile(model, backend="apollo", options=options)
-    errors: list[str | None] = []
-    with patch.object(backend, "find_ranks", lambda: ranks), _short_comparisons():
-        for step in range(COMPARISON_STEPS):
-            store.is_cut = rank == 1 and step > comparison.STEPS_PER_TURN
-            try:
-                run(inputs(rank)).square().mean().backward()
-                errors.append(None)
-            except RankError as error:
-                errors.append(str(error))
-    return {"errors": errors, "verdict": _verdict()}
-
-
-def _failing(owner: Any, name: str) -> AbstractContextManager[Any]:
-    """Let a function fail."""
-    return patch.object(owner, name, _fail)
-
-
 def run_damaged_batch(rank: int, folder: Path) -> Result:
     """Rank 1 gets a damaged batch, which raises before the first collective of its graph; rank 0 waits in that."""
     group = dist.new_group(timeout=PATIENCE)
@@ -443,13 +366,8 @@ SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
         "buckets": train_buckets,
         "fsdp": train_fsdp,
         "fsdp, native": train_fsdp_natively,
-        "comparison, tensor parallel": train_tensor_parallel_comparison,
+        "tensor parallel, mixed": train_tensor_parallel_mixed,
         "tensor parallel": train_tensor_parallel,
-        "comparison": train_comparison,
-        "comparison, fsdp": train_fsdp_comparison,
-        "comparison, fault": hold_comparison_with_fault,
-        "comparison, lost store": lose_store,
-        "learning, fault": learn_with_fault,
         "dynamic": run_dynamic,
         **{name: partial(run_with_fault, fault) for name, fault in FAULTS.items()},
         "damaged batch": run_damaged_batch,
@@ -542,31 +460,6 @@ def _train(
         gradients = {f"gradient of {n}": _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     return {"output": outputs[0].detach().clone(), **gradients, **_whole_state(model)}
-
-
-def _hold_comparison(
-    model: nn.Module, wrapped: nn.Module, x: torch.Tensor, options: Mapping[str, object] | None = None
-) -> tuple[Result, Callable[..., Any]]:
-    """Train while the variants compete, Inductor's among them; note which one every step ran on every graph."""
-    usual = {**LANES, "plan.autotune": True, "plan.replan": False}
-    run = torch.compile(wrapped, backend="apollo", options={**usual, **(options or {})})
-    variants = []
-    with _short_comparisons():
-        for _ in range(COMPARISON_STEPS):
-            _train(model, 1, [x], run)
-            variants.append([graph.variant for graph in registry.compiled_models()[-1].graphs])
-    return {"variants": variants, "verdict": _verdict(), **_graphs(model)}, run
-
-
-def _short_comparisons() -> AbstractContextManager[Any]:
-    """Let no comparison go on beyond the least number of rounds, of short turns."""
-    return patch.multiple(comparison, MAX_ROUNDS=comparison.MIN_ROUNDS, TURN_NS=0)
-
-
-def _verdict() -> tuple[str, Selection, int] | None:
-    """Return what the comparison of the newest model said."""
-    verdict = registry.compiled_models()[-1].autotuner.verdict
-    return None if verdict is None else (verdict.winner, verdict.selection, verdict.num_steps)
 
 
 def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None = None) -> Result:

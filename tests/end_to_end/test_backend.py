@@ -21,7 +21,7 @@ from apollo_compile.config import load_config
 from apollo_compile.device import open as device_open
 from apollo_compile.device.cpu.execute import available_units, core_share
 from apollo_compile.device.open import select_profile
-from apollo_compile.ir import CostSource, Variant
+from apollo_compile.ir import CostSource
 from apollo_compile.reports.summary import summarize
 from apollo_compile.session import planning, registry
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
@@ -282,41 +282,6 @@ def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
     with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
     assert "falls back to torch.compile: RuntimeError: a defect" in caplog.text
-
-
-@pytest.mark.parametrize("first_axis", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_backward_in_segments_reads_what_inductors_forward_saved(first_axis: int, tmp_path: Path) -> None:
-    """As a remembered mixture has it. Inductor may save an image with other strides than it was traced with.
-
-    That is channels last, for a convolution. Flattened from axis 1 on, it is no view of that any more.
-    """
-    torch.manual_seed(0)
-    width = 16 if first_axis == 2 else 32 * 16
-    model = nn.Sequential(nn.Conv2d(3, 32, 16, 16), nn.Flatten(first_axis), nn.GELU(), nn.Linear(width, 16))
-    image = torch.randn(2, 3, 64, 64)
-    options = {**STRICT, "plan.autotune": True, "device.profile": "cpu", "device.cache": tmp_path}
-
-    def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
-        return run(image).square().mean()
-
-    run = torch.compile(model, backend="apollo", options=options)
-    for _ in range(2000):
-        loss_of(run).backward()
-        if registry.is_settled(model):
-            break
-    (found,) = registry.find_models(model)
-    choice = [Variant.INDUCTOR, Variant.SERIAL]
-    for graph, variant in zip(found.graphs, choice, strict=True):
-        file = tmp_path / "history" / f"{found.warm_start.key_of(graph.compilation.capture.name)}.json"
-        content = json.loads(file.read_text())
-        content["finding"]["variant"], content["finding"]["verdict"]["selection"] = variant, choice
-        file.write_text(json.dumps(content))
-    model.zero_grad()
-    eager = train(model, loss_of)
-    assert_same_training(eager, train(model, loss_of, backend="apollo", options=options))
-    (found,) = registry.compiled_models()[-1:]
-    assert [graph.compilation.capture.role for graph in found.graphs] == ["backward"]
-    assert [name for name, _ in found.fallbacks] == [f"{found.name} forward"]
 
 
 def test_one_compile_thread_compiles_when_a_body_is_needed() -> None:

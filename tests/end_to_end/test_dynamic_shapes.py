@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
@@ -17,13 +16,9 @@ from torch import fx, nn
 from torch._inductor.codecache import PyCodeCache
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import apollo_compile
 from apollo_compile import backend
-from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant
-from apollo_compile.session import bodies as session_bodies
-from apollo_compile.session import families, registry
-from apollo_compile.session.buckets import MAX_BUCKETS, in_background
+from apollo_compile.session import registry
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import assert_same_training, train
 
@@ -87,105 +82,10 @@ def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixtur
     assert "Inductor" not in caplog.text
     model = registry.compiled_models()[-1]
     assert model.fallbacks == []
-    traced = [graph for graph in model.graphs if not graph.is_resized]
-    assert [graph.compilation.capture.role for graph in traced] == ["forward", "backward"]
-    for graph in traced:
+    assert [graph.compilation.capture.role for graph in model.graphs] == ["forward", "backward"]
+    for graph in model.graphs:
         assert len({assignment.lane for assignment in graph.compilation.plan.assignments}) > 1
         assert graph.trace().spans
-
-
-@needs_two_cores
-@sizes("a plan for every bucket of sizes")
-def test_every_bucket_gets_a_plan_from_its_own_sizes() -> None:
-    """The same segments and code; bytes, work and durations are those of the sizes."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Pair()
-    run = torch.compile(model, backend="apollo", dynamic=True, options=EAGER_BODIES)
-    with torch.no_grad():
-        for left, right in batches(((16, 12), (128, 12), (127, 12), (128, 12), (15, 12))):
-            torch.testing.assert_close(run(left, right), model(left, right), rtol=1e-4, atol=1e-5)
-            in_background(lambda: None).result(60)
-    (found,) = registry.find_models(model)
-    short, long = found.graphs
-    assert sorted(dict(short.compilation.capture.sizes).values()) == [3, 12, 16]
-    assert sorted(dict(long.compilation.capture.sizes).values()) == [3, 12, 127]
-    assert short.bodies is long.bodies
-    first, second = short.compilation.partition.graph, long.compilation.partition.graph
-    assert [segment.name for segment in first.segments] == [segment.name for segment in second.segments]
-    assert sum(s.work.flops for s in second.segments) > 3 * sum(s.work.flops for s in first.segments)
-    assert long.compilation.plan.serial_ns > short.compilation.plan.serial_ns
-    names = [graph.name for graph in apollo_compile.report(model).graphs]
-    assert len(names) == 2 and "=16" in names[0] and "=127" in names[1]
-
-
-@pytest.mark.soak
-@needs_two_cores
-@sizes("planning again from what is measured")
-def test_a_plan_for_other_sizes_learns_without_a_step_that_waits() -> None:
-    """It is measured and planned again, in the background."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Pair()
-    run = torch.compile(model, backend="apollo", dynamic=True, options=EAGER_BODIES)
-    with torch.no_grad():
-        for left, right in batches(((16, 12),) + ((128, 12),) * 60):
-            run(left, right)
-            in_background(lambda: None).result(60)
-    (found,) = registry.find_models(model)
-    short, long = found.graphs
-    assert not short.is_settled and short.num_replans == 0
-    assert long.is_settled and long.compilation.observations.entries
-    assert registry.is_settled(model)  # what ran last is, and nothing else is waited for
-
-
-@pytest.mark.soak
-@needs_two_cores
-@sizes("a storm of batch sizes and lengths")
-def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch and lengths change together, no pair comes twice: first while nothing can be planned, then for long."""
-    blocked, free = 20, 4 * (MAX_BUCKETS + 4)
-    shapes = [(2 + step % 5, 33 + step % 8, 17 + step % 4) for step in range(blocked)]
-    shapes += [(2 + step % 2, 48 + 8 * (step // 4) + step % 4, 9 + step) for step in range(free)]
-    assert len(set(shapes)) == len(shapes)
-    compiled: list[int] = []
-    own = session_bodies._compile_bodies
-    monkeypatch.setattr(session_bodies, "_compile_bodies", lambda *a, **k: compiled.append(1) or own(*a, **k))
-    gate = threading.Event()
-
-    def train_on_shapes(**compile_options: object) -> object:
-        torch.manual_seed(0)
-        generator = torch.Generator().manual_seed(0)
-        step = itertools.count()
-
-        def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
-            number = next(step)
-            if compile_options and number >= blocked:
-                if number == blocked:
-                    assert not waiting.done()
-                    assert not any(graph.is_resized for graph in registry.compiled_models()[-1].graphs)
-                    gate.set()
-                in_background(lambda: None).result(60)
-            batch, *lengths = shapes[number]
-            inputs = [torch.randint(0, 50, (batch, length), generator=generator) for length in lengths]
-            return run(*inputs).square().mean()
-
-        return train(Pair(), loss_of, steps=len(shapes), **compile_options)
-
-    expected = train_on_shapes()
-    torch._dynamo.utils.counters.clear()
-    waiting = in_background(lambda: gate.wait(600))
-    try:
-        actual = train_on_shapes(backend="apollo", options={**EAGER_BODIES, "plan.planner": "greedy"})
-    finally:
-        gate.set()
-    assert waiting.result(60)
-    assert_same_training(expected, actual)  # type: ignore[arg-type]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert len(compiled) == 4  # forward and backward of both graphs
-    families = registry.compiled_models()[-1].families
-    assert [len(family.buckets) for family in families] == [MAX_BUCKETS] * 2
-    assert len(registry.compiled_models()[-1].graphs) <= 2 * MAX_BUCKETS
 
 
 @pytest.mark.soak
@@ -206,11 +106,10 @@ def test_compiled_code_of_every_variant_serves_every_size() -> None:
     assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
     assert all(body.entry_address is not None for graph in found.graphs for body in graph.bodies)
     for variant, rows in itertools.product((Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR), (400, 31, 100, 2)):
-        in_background(lambda: None).result(60)
         for graph in found.graphs:
-            graph.autotuner = None  # nobody but this test decides
+            graph.tuner = None  # nobody but this test decides
             graph.prepare()
-            assert {Variant.INDUCTOR, Variant.SERIAL} <= set(graph.available)
+            assert {Variant.INDUCTOR, Variant.SERIAL} <= set(graph.variants.available)
             graph.use(variant)
         x, y = torch.randn(rows, 64), torch.randn(rows + 5, 64)
         results = []
@@ -220,6 +119,25 @@ def test_compiled_code_of_every_variant_serves_every_size() -> None:
             loss.backward()
             results.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_two_cores
+@sizes("the comparison of variants")
+def test_variants_are_compared_by_times_for_as_many_elements() -> None:
+    """Whatever sizes come; then the winner runs, and other sizes are no drift."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Pair()
+    options = {**LANES, "plan.compile_share": 0.0}
+    run = torch.compile(model, backend="apollo", dynamic=True, options=options)
+    with torch.no_grad():
+        for left, right in batches(LENGTHS * 60):
+            torch.testing.assert_close(run(left, right), model(left, right), rtol=1e-4, atol=1e-5)
+            if registry.is_settled(model):
+                break
+    (found,) = registry.find_models(model)
+    assert found.verdict is not None and found.verdict.standings[0].num_rounds >= 5
+    assert registry.variants_of(model) == [found.verdict.winner]
 
 
 @needs_two_cores
@@ -291,7 +209,6 @@ def test_who_asks_for_one_plan_gets_one(option: str) -> None:
             for rows in (16, 90, 90, 90):
                 x = torch.randn(rows, 4)
                 torch.testing.assert_close(run(x), model(x))
-                in_background(lambda: None).result(60)
     finally:
         torch.use_deterministic_algorithms(False)
     (found,) = registry.find_models(model)
@@ -300,35 +217,14 @@ def test_who_asks_for_one_plan_gets_one(option: str) -> None:
         assert found.graphs == []
     else:
         assert found.fallbacks == []
-        assert [graph.is_resized for graph in found.graphs] == [False] * len(found.graphs)
         assert all(graph.is_settled for graph in found.graphs)
 
 
 def _num_shape_envs() -> int:
-    in_background(lambda: None).result(60)
     torch._dynamo.reset()
     for _ in range(2):  # models, then what was waiting for them
         gc.collect()
     return sum(type(item) is ShapeEnv for item in gc.get_objects())
-
-
-def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor runs it, so it is in no report as one with segments, and in no comparison."""
-
-    def refuse(*args: object) -> None:
-        raise UnsupportedGraphError("no formulas for this graph")
-
-    monkeypatch.setattr(families, "read_formulas", refuse)
-    layer, x = nn.Linear(8, 8), torch.ones(5, 8)
-    run = torch.compile(layer, backend="apollo", options=EAGER_BODIES, dynamic=True)
-    with torch.no_grad():
-        torch.testing.assert_close(run(x), layer(x))
-    report = apollo_compile.report(layer)
-    assert [reason for _, reason in report.fallbacks] == ["no formulas for this graph"]
-    assert report.graphs == ()
-    (model,) = registry.find_models(layer)
-    assert model.graphs == model.autotuned == model.families == []
-    assert registry.variants_of(layer) == [Variant.INDUCTOR]
 
 
 @sizes("models that are forgotten")

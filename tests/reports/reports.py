@@ -35,8 +35,6 @@ from benchmarks.graphs import WORKLOADS, load_graphs
 UNITS = 4
 
 VERDICT = Verdict(
-    winner=Variant.INDUCTOR,
-    selection=(Variant.INDUCTOR, Variant.INDUCTOR),
     standings=(
         Standing(name=Variant.INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
         Standing(name=Variant.SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),

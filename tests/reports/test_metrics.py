@@ -20,7 +20,7 @@ def verdict_of(winner: str, **ratios: float) -> Verdict:
     """Return a verdict of steps that take 2 ms, with the ratios of the other variants by name of the member."""
     names = {winner: 1.0, **{Variant[name]: ratio for name, ratio in ratios.items()}}
     standings = [Standing(name=name, step_ns=2e6 * ratio, ratio=ratio, num_rounds=5) for name, ratio in names.items()]
-    return Verdict(winner=winner, selection=(Variant.PLAN,), standings=tuple(standings), num_steps=30)
+    return Verdict(standings=tuple(standings), num_steps=30)
 
 
 def test_all_numbers_of_a_settled_model_are_known() -> None:
@@ -49,12 +49,6 @@ def test_all_numbers_of_a_settled_model_are_known() -> None:
     )
     assert graph.latest.overlap > 0
     assert all(type(value) is float for value in report.metrics().values())
-
-
-def test_on_a_gpu_torch_compile_is_what_is_gained_over() -> None:
-    """Its sides are named otherwise than on a CPU."""
-    report = replace(EMPTY, verdicts=(("0/0", verdict_of(Variant.NARROW, COMPILED=1.25)),))
-    assert report.metrics()["apollo/gain_over_inductor"] == 1.25
 
 
 def test_what_is_not_known_yet_has_no_entry() -> None:
