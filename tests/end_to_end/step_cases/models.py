@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 WORDS, WIDTH, CLASSES, SAMPLES = 12, 6, 4, 12
 """Twelve samples can be split into 1, 2, 3 and 4 micro-batches."""
 
 Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[Any, Any], Any]
+Make = Callable[..., Any]
+"""Makes an optimizer of parameters or groups of them."""
+
+EPS = 1e-3
+"""With the default epsilon, gradients that are zero but for rounding become full steps in a random direction."""
+sgd = partial(optim.SGD, lr=0.1)
+momentum = partial(optim.SGD, lr=0.1, momentum=0.9)
+adamw = partial(optim.AdamW, lr=0.01, eps=EPS)
 
 
 def random(number: int) -> torch.Generator:
@@ -47,6 +57,11 @@ def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
+def off(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return what the outputs of a model are off by."""
+    return model(batch["x"]) - batch["y"]
+
+
 def entropy(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the cross entropy of classes."""
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
@@ -60,6 +75,11 @@ def word_entropy(model: nn.Module, batch: Batch) -> torch.Tensor:
 def chain(*middle: nn.Module, width: int = 8) -> nn.Sequential:
     """Return a linear layer, something in the middle, and another one."""
     return nn.Sequential(nn.Linear(WIDTH, width), *(middle or (nn.Tanh(),)), nn.Linear(width, CLASSES))
+
+
+def convolutions() -> nn.Sequential:
+    """Return a convolution over images, its statistics, and a head."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES))
 
 
 class Towers(nn.Module):
