@@ -31,7 +31,6 @@ class FreedTowers(nn.Module):
         self.a, self.b = Tower(width, 2), Tower(width, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of both."""
         a, b = self.a(x), self.b(x.cos())
         x.untyped_storage().resize_(0)
         return a * b

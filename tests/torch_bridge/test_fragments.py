@@ -27,7 +27,6 @@ class Eye(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Break the graph in every line."""
         x = self.layers[0](x) if x.sum().item() > FLOOR else x
         x = self.layers[1](x) if x.sum().item() > FLOOR else x
         x = self.layers[2](x) if x.sum().item() > FLOOR else x
@@ -46,7 +45,6 @@ class Language(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x, changed."""
         for layer in self.layers:
             x = x + layer(x)
         return x
@@ -60,7 +58,6 @@ class Sighted(nn.Module):
         self.eye, self.language = Eye(), Language()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a vector per row."""
         return self.language(self.eye(x))
 
 

@@ -91,7 +91,6 @@ class Towers(nn.Module):
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the head's view of the sum."""
         out: torch.Tensor = self.head(self.left(x) + self.right(x))
         return out
 
@@ -106,7 +105,6 @@ class Texts(nn.Module):
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return scores of classes."""
         out = self.middle(self.embedding(text))
         hidden = out[0] if isinstance(out, tuple) else out
         scores: torch.Tensor = self.head(hidden.mean(1))
@@ -126,5 +124,4 @@ class Wrapped(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the function with this model and what it is given."""
         return self._forward(self, *inputs)
