@@ -539,10 +539,7 @@ def test_one_tower_fills_two_lanes_with_gradients_of_weights(tmp_path: Path) -> 
     file.write_text(json.dumps(content))
 
     eager = train(model, lambda run: run(*inputs).square().mean())
-    options = {
-        **STRICT,
-        "plan.file": first,
-    }
+    options = {**STRICT, "plan.file": first}
     apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     assert_same_training(eager, apollo)
     graph = registry.compiled_models()[-1].graphs[-1]

@@ -103,7 +103,7 @@ def test_training_warns_once_of_many_graphs(trained: Trained) -> None:
     """As soon as there are many, with the line of code and what to compile; the second step says nothing."""
     (line,) = (line for line in trained.lines if "falls into" in line)
     assert line.startswith("Sighted falls into more than 8 graphs, between which nothing overlaps: 1 of 8 graph breaks")
-    assert f"{__file__}:31 in forward: x = self.layers[0](x) if x.sum().item() > FLOOR else x (" in line
+    assert f"{__file__}:30 in forward: x = self.layers[0](x) if x.sum().item() > FLOOR else x (" in line
     assert line.endswith("; compile language instead, where no graph broke so far (66% of the parameters)")
     assert "\n" not in line
 

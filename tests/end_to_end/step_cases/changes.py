@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from tests.end_to_end.step_cases.cases import CHANGE, EITHER, RAISES, Training, add, case, train
-from tests.end_to_end.step_cases.models import CLASSES, WIDTH, Batch, Loss, Towers, adamw, chain, mse, rows, sgd
+from tests.end_to_end.step_cases.models import CLASSES, WIDTH, Batch, Towers, adamw, chain, mse, rows, sgd
 
 # ---------------------------------------------------------------------------------------------------- what is trained
 
@@ -175,85 +176,43 @@ def _break_settings(training: Training, number: int) -> None:
     training.optimizer.param_groups[0]["lr"] = "0.1" if number in FAILS else 0.1
 
 
-clipped = {"clip": 1.0}
-failing_towers: list[tuple[str, str, Loss, dict[str, Any]]] = [
-    (
-        "an error in the forward",
-        "An index is out of range in some steps, which leave weights.",
-        _fails_with_an_index,
-        {},
-    ),
-    ("an error in the backward, clipped", "The optimizer waits for all gradients.", _fails_backward, clipped),
-    ("an error in the backward", "At its beginning, so no gradient was final.", _fails_backward, {"count": 1}),
-    (
-        "an error late in the backward",
-        "Nothing was updated before, since gradients are clipped together.",
-        _fails_late_in_backward,
-        {"count": 1, **clipped},
-    ),
-]
-for name, says, loss_fn, more in failing_towers:
-    add(name, says, model=Towers, by=adamw, batch=_failing, loss=loss_fn, fails=True, **more)
-add(
+failing = partial(add, by=adamw, fails=True)
+of_towers = partial(failing, model=Towers, batch=_failing)
+of_towers("an error in the forward", "An index is out of range, and weights stay.", loss=_fails_with_an_index)
+of_towers("an error in the backward, clipped", "The optimizer waits.", loss=_fails_backward, clip=1.0)
+of_towers("an error in the backward", "At its beginning, so no gradient was final.", loss=_fails_backward, count=1)
+of_towers("an error late in the backward", "Nothing was updated.", loss=_fails_late_in_backward, count=1, clip=1.0)
+failing(
     "an error of the users",
     loss=_fails_in_python,
-    by=adamw,
     batch=lambda n: rows(n, 3 if n in (0, 5, 9) else 12),
     count=1,
-    fails=True,
     **EITHER,
 )
-add(
-    "an error in the second micro batch",
-    loss=_fails_with_an_index,
-    by=adamw,
-    batch=partial(_failing, first=6),
-    fails=True,
-)
-add("an error of the optimizer", by=sgd, before=_break_settings, fails=True, **clipped)
-add(
-    "a key is missing at times",
-    by=adamw,
-    batch=lambda n: {name: value for name, value in rows(n).items() if name == "x" or n not in (4, 9)},
-    fails=True,
-)
+failing("an error in the second micro batch", loss=_fails_with_an_index, batch=partial(_failing, first=6))
+add("an error of the optimizer", by=sgd, before=_break_settings, fails=True, clip=1.0)
+failing("a key is missing at times", batch=lambda n: {"x": rows(n)["x"]} if n in (4, 9) else rows(n))
 
 # ------------------------------------------------------------------------------------------------- the state of torch
 
 
-class Within:
-    """Calls a function with one value at the beginning, and with another one at the end."""
-
-    def __init__(self, change: Callable[[Any], Any], inside: Any, outside: Any) -> None:
-        self.change, self.inside, self.outside = change, inside, outside
-
-    def __enter__(self) -> None:
-        self.change(self.inside)
-
-    def __exit__(self, *_: Any) -> None:
-        self.change(self.outside)
+@contextmanager
+def _within(change: Callable[[Any], Any], inside: Any, outside: Any) -> Iterator[None]:
+    change(inside)
+    yield
+    change(outside)
 
 
-for name, says, around, ends in (
-    (
-        "autocast around the step",
-        "Matrix multiplications in bfloat16.",
-        partial(torch.autocast, "cpu", dtype=torch.bfloat16),
-        {"rtol": 2e-2, "atol": 2e-3, **EITHER},
-    ),
-    ("gradients are off around the step", "Backward raises, in eager too.", torch.no_grad, RAISES),
-    ("inference mode around the step", "Backward raises, in eager too.", torch.inference_mode, RAISES),
-    ("gradients are on around the step", "As they are.", torch.enable_grad, {}),
-    (
-        "deterministic algorithms",
-        "Programs run, and nothing is compared.",
-        partial(Within, torch.use_deterministic_algorithms, True, False),
-        {"rtol": 1e-6, "atol": 1e-7},
-    ),
-    ("anomalies are looked for", "In the backward.", partial(torch.autograd.set_detect_anomaly, True), EITHER),
-    ("another device by default", "The same one, in fact.", partial(torch.device, "cpu"), {}),
-):
-    add(name, says, model=Towers, by=adamw, around=around, **ends)
+bfloat16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+deterministic = partial(_within, torch.use_deterministic_algorithms, True, False)
+within = partial(add, model=Towers, by=adamw)
+within("autocast around the step", around=bfloat16, rtol=2e-2, atol=2e-3, **EITHER)
+within("gradients are off around the step", "Backward raises, in eager too.", around=torch.no_grad, **RAISES)
+within("inference mode around the step", "Backward raises, in eager too.", around=torch.inference_mode, **RAISES)
+within("gradients are on around the step", "As they are.", around=torch.enable_grad)
+within("deterministic algorithms", "Nothing is compared.", around=deterministic, rtol=1e-6, atol=1e-7)
+within("anomalies are looked for", around=partial(torch.autograd.set_detect_anomaly, True), **EITHER)
+within("another device by default", "The same one, in fact.", around=partial(torch.device, "cpu"))
 
 
 @case(**EITHER)
@@ -263,10 +222,10 @@ def autocast_comes_and_goes() -> Training:
 
     def around() -> Any:
         count[0] += 1
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=count[0] % 4 < 2)
+        return bfloat16(enabled=count[0] % 4 < 2)
 
     return train(Towers, by=adamw, around=around)
 
 
 add("dynamo forgets everything", "As a notebook might ask it to.", change=lambda _: torch._dynamo.reset())
-add("another default dtype", around=partial(Within, torch.set_default_dtype, torch.float64, torch.float32))
+add("another default dtype", around=partial(_within, torch.set_default_dtype, torch.float64, torch.float32))

@@ -100,20 +100,11 @@ def _scaled(dtype: torch.dtype) -> nn.Module:
     return Wrapped(lambda own, x: own.linear(x) * own.scale, linear=_linear(), scale=scale)
 
 
-for name, dtype, clip, make in (
-    ("", torch.float32, None, adamw),
-    (", clipped", torch.float32, 0.1, momentum),
-    (" in bfloat16, clipped", torch.bfloat16, 0.1, sgd),
-    (" in float64, clipped", torch.float64, 0.1, sgd),
-):
-    add(
-        f"a parameter without dimensions{name}",
-        "A scale; in operations with others it does not decide the dtype.",
-        model=partial(_scaled, dtype),
-        by=make,
-        clip=clip,
-        rtol=4e-3 if dtype is torch.bfloat16 else 1e-4,
-    )
+scaled = partial(add, by=sgd, clip=0.1, rtol=1e-4)
+scaled("a parameter without dimensions", model=partial(_scaled, torch.float32), by=adamw, clip=None)
+scaled("a parameter without dimensions, clipped", model=partial(_scaled, torch.float32), by=momentum)
+scaled("a parameter without dimensions in bfloat16, clipped", model=partial(_scaled, torch.bfloat16), rtol=4e-3)
+scaled("a parameter without dimensions in float64, clipped", model=partial(_scaled, torch.float64))
 add(
     "a parameter without elements",
     model=lambda: Wrapped(
