@@ -72,10 +72,7 @@ def no_caches() -> Iterator[None]:
 @pytest.fixture
 def own_cache(tmp_path: Path) -> Iterator[None]:
     """Let caches hold what this test compiles, and nothing else."""
-    with (
-        functorch_config.patch(enable_autograd_cache=True),
-        torch.compiler.config.patch(cache_key_tag=str(tmp_path)),
-    ):
+    with functorch_config.patch(enable_autograd_cache=True), torch.compiler.config.patch(cache_key_tag=str(tmp_path)):
         counters.clear()
         yield
 

@@ -278,10 +278,7 @@ def test_a_value_is_described_by_dtype_shape_and_strides() -> None:
     hand = Hand()
     x = hand.input("x", 2, 3, dtype=torch.float16)
     made = hand.capture(hand.call(aten.clone.default, hand.call(aten.t.default, x)))
-    assert [node.value for node in made.nodes[:2]] == [
-        "float16[2, 3] strides [3, 1]",
-        "float16[3, 2] strides [1, 3]",
-    ]
+    assert [node.value for node in made.nodes[:2]] == ["float16[2, 3] strides [3, 1]", "float16[3, 2] strides [1, 3]"]
     assert made.nodes[0].num_bytes == 12
 
 

@@ -60,9 +60,7 @@ def test_on_a_gpu_torch_compile_is_what_is_gained_over() -> None:
 def test_what_is_not_known_yet_has_no_entry() -> None:
     """A plan without a measured run; nothing at all; a report of old, without states."""
     planned = Report(
-        graphs=(summarize(compilation(), NOTHING),),
-        fallbacks=(),
-        states=(State(graph="0/0", stage=Stage.MEASURING),),
+        graphs=(summarize(compilation(), NOTHING),), fallbacks=(), states=(State(graph="0/0", stage=Stage.MEASURING),)
     )
     found = planned.metrics()
     assert found["apollo/settled"] == 0

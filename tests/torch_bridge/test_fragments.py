@@ -27,6 +27,7 @@ class Eye(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Break the graph in every line."""
         x = self.layers[0](x) if x.sum().item() > FLOOR else x
         x = self.layers[1](x) if x.sum().item() > FLOOR else x
         x = self.layers[2](x) if x.sum().item() > FLOOR else x
@@ -45,6 +46,7 @@ class Language(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x, changed."""
         for layer in self.layers:
             x = x + layer(x)
         return x
@@ -58,6 +60,7 @@ class Sighted(nn.Module):
         self.eye, self.language = Eye(), Language()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return a vector per row."""
         return self.language(self.eye(x))
 
 
@@ -103,7 +106,7 @@ def test_training_warns_once_of_many_graphs(trained: Trained) -> None:
     """As soon as there are many, with the line of code and what to compile; the second step says nothing."""
     (line,) = (line for line in trained.lines if "falls into" in line)
     assert line.startswith("Sighted falls into more than 8 graphs, between which nothing overlaps: 1 of 8 graph breaks")
-    assert f"{__file__}:30 in forward: x = self.layers[0](x) if x.sum().item() > FLOOR else x (" in line
+    assert f"{__file__}:31 in forward: x = self.layers[0](x) if x.sum().item() > FLOOR else x (" in line
     assert line.endswith("; compile language instead, where no graph broke so far (66% of the parameters)")
     assert "\n" not in line
 

@@ -31,12 +31,7 @@ LETTERS = "xabcdefgh"
 
 
 def node(
-    index: int,
-    kind: NodeKind,
-    *inputs: int,
-    signature: str = "",
-    after: tuple[int, ...] = (),
-    is_alone: bool = False,
+    index: int, kind: NodeKind, *inputs: int, signature: str = "", after: tuple[int, ...] = (), is_alone: bool = False
 ) -> Node:
     """Return a node named by a letter."""
     return Node(

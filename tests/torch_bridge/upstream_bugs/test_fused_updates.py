@@ -46,6 +46,7 @@ def test_a_kernel_that_computes_something_else_is_found() -> None:
         """Forgets the momentum where it is fused."""
 
         def step(self, closure: None = None) -> None:  # type: ignore[override]
+            """Take a step."""
             if self.param_groups[0]["fused"]:
                 self.state.clear()
             super().step(closure)
