@@ -264,10 +264,7 @@ def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Pr
 def limited(rng: random.Random, problem: Problem) -> Problem:
     """Return the problem with a renewable resource, for which the serial schedule just suffices."""
     tasks = tuple(
-        replace(
-            task,
-            modes=tuple(replace(mode, demands=(rng.randrange(8),)) for mode in task.modes),
-        )
+        replace(task, modes=tuple(replace(mode, demands=(rng.randrange(8),)) for mode in task.modes))
         for task in problem.tasks
     )
     holds = tuple(

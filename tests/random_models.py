@@ -58,7 +58,6 @@ class RandomModel(nn.Module):
         self.register_buffer("seen", torch.zeros(WIDTH, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a few tensors; some may be views of others or of inputs, or integers."""
         values = [x, y, self.weight, self.other, self.scale]
         computed: torch.Tensor = self.scale
         for step in self.recipe:

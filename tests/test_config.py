@@ -160,6 +160,7 @@ def test_an_option_that_is_gone_is_refused_with_what_to_use_instead(option: dict
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        # a group taken for an option, or an option for a group
         ({"plan": "serial"}, "option 'plan' has value 'serial'; plan expects options such as plan.planner"),
         ({"debug": None}, "option 'debug' has value None; debug expects options such as debug.dump"),
         (
@@ -167,20 +168,7 @@ def test_an_option_that_is_gone_is_refused_with_what_to_use_instead(option: dict
             "unknown option 'plan.planner.name': plan.planner expects a value, and no mapping of options",
         ),
         ({"disable": {"x": 1}}, "unknown option 'disable.x': disable expects a value, and no mapping of options"),
-    ],
-)
-def test_a_group_taken_for_an_option_or_an_option_for_a_group_is_an_error(
-    options: Mapping[str, Any], message: str
-) -> None:
-    """Which says what is expected there."""
-    with pytest.raises(ConfigError) as caught:
-        load_config(options)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        # a value out of range
         ({"plan.time_limit_s": 0}, "option 'plan.time_limit_s' is 0; expected at least 0.01"),
         ({"plan": {"memory_quota": 0}}, "option 'plan.memory_quota' is 0; expected at least 1"),
         ({"plan.min_gain": 2}, "option 'plan.min_gain' is 2; expected between 0 and 1"),
@@ -191,18 +179,7 @@ def test_a_group_taken_for_an_option_or_an_option_for_a_group_is_an_error(
         ),
         ({"plan.seed": -1}, "option 'plan.seed' is -1; expected between 0 and 2147483647"),
         ({"device.units": 0}, "option 'device.units' is 0; expected at least 1"),
-    ],
-)
-def test_a_value_out_of_range_is_an_error(options: Mapping[str, Any], message: str) -> None:
-    """Said before anything is compiled."""
-    with pytest.raises(ConfigError) as caught:
-        load_config(options)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        # a wrong value; a bool is no number, and a number is no bool
         (
             {"plan.planner": "best"},
             "option 'plan.planner' has value 'best'; choose one of 'cp_sat', 'greedy', 'serial'",
@@ -230,7 +207,7 @@ def test_a_value_out_of_range_is_an_error(options: Mapping[str, Any], message: s
     ],
 )
 def test_a_wrong_value_is_an_error_that_says_what_was_expected(options: Mapping[str, Any], message: str) -> None:
-    """A bool is no number, and a number is no bool."""
+    """Said before anything is compiled."""
     with pytest.raises(ConfigError) as caught:
         load_config(options)
     assert str(caught.value) == message

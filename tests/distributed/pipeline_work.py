@@ -71,10 +71,7 @@ class Stage(nn.Module):
         self.inside = nn.ModuleDict(encoders or {})
 
     def forward(
-        self,
-        x: torch.Tensor,
-        images: torch.Tensor | None = None,
-        sounds: torch.Tensor | None = None,
+        self, x: torch.Tensor, images: torch.Tensor | None = None, sounds: torch.Tensor | None = None
     ) -> torch.Tensor:
         if self.embed is not None:
             x = self.embed(x)

@@ -104,7 +104,6 @@ class Towers(nn.Module):
         self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of what the towers make."""
         return self.left(x) * self.right(x)
 
 
@@ -117,7 +116,6 @@ class Pair(nn.Module):
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product."""
         left, right = self.left(x).tanh(), self.right(x).tanh()
         if self.group is not None:
             left, right = (funcol.all_reduce(branch, "sum", self.group) for branch in (left, right))
@@ -132,7 +130,6 @@ class Reader(nn.Module):
         self.pair = Pair(group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product."""
         return self.pair(read(x))
 
 
@@ -157,7 +154,6 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(*shape) for shape in 2 * [(WIDTH, 1024), (1024, WIDTH)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer makes."""
         for layer in self.layers:
             x = layer(x).tanh()
         return x

@@ -35,7 +35,6 @@ class Tower(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` after all layers."""
         for layer in self.layers:
             x = x + self.dropout(layer(x))
         return x
@@ -50,7 +49,6 @@ class TwoTowers(nn.Module):
         self.text = Tower(width, depth, dropout)
 
     def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of all pairs."""
         return self.image(image) @ self.text(text).T
 
 
@@ -87,7 +85,6 @@ class EmbeddedTowers(nn.Module):
         self.text = _EmbeddedTower(dropout)
 
     def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of all pairs."""
         return self.image(image) @ self.text(text).T  # type: ignore[no-any-return]
 
 

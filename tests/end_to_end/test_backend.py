@@ -173,7 +173,6 @@ class Chosen(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return their products with the weight."""
         return x[x > 0] * self.weight
 
 
@@ -201,7 +200,6 @@ class Counted(TwoTowers):
     """Two towers that count tokens before they go on, as LLaVA counts those of images."""
 
     def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits, larger the more tokens there are."""
         number = (tokens == 1).sum().item()
         torch._check(number > 0)
         return super().forward(image, text) * 0.01 * (number + tokens.shape[0])
@@ -228,7 +226,6 @@ class Checked(TwoTowers):
     """Two towers of a model that wants tokens."""
 
     def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
         torch._check((tokens == 1).sum().item() > 0)
         return super().forward(image, text)
 
@@ -240,7 +237,6 @@ class Weighted(nn.Linear):
         super().__init__(64, 4)
 
     def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Return the layer's output, larger the more tokens there are."""
         return super().forward(image) * (tokens == 1).sum().item()
 
 
@@ -508,10 +504,7 @@ def test_one_tower_fills_two_lanes_with_gradients_of_weights(tmp_path: Path) -> 
     file.write_text(json.dumps(content))
 
     eager = train(model, lambda run: run(*inputs).square().mean())
-    options = {
-        **STRICT,
-        "plan.file": first,
-    }
+    options = {**STRICT, "plan.file": first}
     apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     assert_same_training(eager, apollo)
     graph = registry.compiled_models()[-1].graphs[-1]

@@ -40,7 +40,6 @@ class Busy(nn.Module):
         self.num_calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return something random."""
         self.num_calls += 1
         y = self.norm(self.linear(x))
         if y.sum().item() > -1e9:
@@ -73,7 +72,6 @@ class Halves(nn.Module):
         self.right = nn.Linear(64, 64, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of all pairs."""
         return self.left(x) @ self.right(y).T
 
 
@@ -81,7 +79,6 @@ class Scaled(nn.Linear):
     """A layer whose output is scaled by a number that Dynamo does not know."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scaled output."""
         y = super().forward(x)
         return y * y.sum().item()
 
@@ -96,7 +93,6 @@ class Drawing(Busy):
     """Busy, and random in Python too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return something random."""
         return super().forward(x) + draw()
 
 
@@ -236,7 +232,6 @@ class FourTowers(nn.Module):
         self.encoders = nn.ModuleList(Tower(64, 2) for _ in range(4))
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the similarities of the first with the others."""
         first, *others = (encoder(x) for encoder, x in zip(self.encoders, inputs, strict=True))
         return sum((first @ other.T).sum() for other in others)
 
@@ -336,7 +331,6 @@ class Similarities(nn.Module):
     """A module without parameters."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of all pairs, in two graphs."""
         z = x @ y.T
         torch._dynamo.graph_break()
         return z @ y

@@ -49,7 +49,6 @@ class Pair(nn.Module):
         self.head = nn.Linear(width, 8)
 
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Return a row of numbers per two thirds of the left sequences' tokens, scaled by the right ones."""
         tokens = self.left(self.embed(left)).reshape(-1, self.embed.embedding_dim)
         part = tokens[: left.shape[0] * left.shape[1] * 2 // 3 + 1]
         return self.head(part) * self.head(self.right(self.embed(right)).mean(dim=(0, 1))) / right.shape[1]

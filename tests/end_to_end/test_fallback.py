@@ -40,7 +40,6 @@ class Chosen(nn.Module):
         self.weight = nn.Parameter(torch.randn(256, 256) / 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the positive elements, added to what depends on all of them."""
         return x[x > 0].sum() + (x[None] @ self.weight).relu().flip(0).exp()
 
 
@@ -55,7 +54,6 @@ class Trimmed(nn.Linear):
     """Takes a batch of texts, trimmed to a length that a tensor says."""
 
     def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Return something that needs other values backward."""
         return super().forward(x[:, : length.item()]).exp()
 
 
@@ -74,10 +72,7 @@ def no_caches() -> Iterator[None]:
 @pytest.fixture
 def own_cache(tmp_path: Path) -> Iterator[None]:
     """Let caches hold what this test compiles, and nothing else."""
-    with (
-        functorch_config.patch(enable_autograd_cache=True),
-        torch.compiler.config.patch(cache_key_tag=str(tmp_path)),
-    ):
+    with functorch_config.patch(enable_autograd_cache=True), torch.compiler.config.patch(cache_key_tag=str(tmp_path)):
         counters.clear()
         yield
 
@@ -311,7 +306,6 @@ class Pieces(nn.Module):
         self.pairs = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(2)) for width in widths)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what all pairs make of as much of `x` as they take; Dynamo breaks no graph in a loop."""
         total = self.sum_of(0, x)
         torch._dynamo.graph_break()
         total = total + self.sum_of(1, x)

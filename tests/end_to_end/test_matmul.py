@@ -42,7 +42,6 @@ class Layers(nn.Module):
         self.down = nn.Linear(40, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return as much as was given."""
         y = torch.relu(self.up(x))
         y = y + torch.nn.functional.gelu(self.across(y)) + torch.tanh(self.across(-y))
         return x + self.down(y)
@@ -195,7 +194,6 @@ class ManyForms(nn.Module):
         self.bias = nn.Parameter(torch.randn(48))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return products and views of them."""
         y = torch.addmm(self.bias[24:], x, self.weight)
         z = torch.addmm(x.sum(0), y, (self.weight * 2).t())
         left, right = (z @ self.weight).chunk(2, dim=1)

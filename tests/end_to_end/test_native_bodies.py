@@ -144,7 +144,6 @@ class Halves(nn.Module):
         self.towers = TwoTowers(depth=1)
 
     def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of all pairs, with half an image."""
         return self.towers(halved(image), text)
 
 

@@ -31,7 +31,6 @@ class FreedTowers(nn.Module):
         self.a, self.b = Tower(width, 2), Tower(width, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of both."""
         a, b = self.a(x), self.b(x.cos())
         x.untyped_storage().resize_(0)
         return a * b
@@ -128,10 +127,7 @@ CASES: dict[str, tuple[Function, Callable[[int], tuple[torch.Tensor, ...]]]] = {
         lambda seed: (empty_floats(WIDTH, WIDTH), square(seed), square(seed + 1)),
     ),
     "free and fill": (free_and_fill, lambda seed: (square(seed), square(seed + 1), square(seed + 2))),
-    "free what is shared": (
-        free_what_is_shared,
-        lambda seed: (lambda x: (x, x.t(), square(seed + 1)))(square(seed)),
-    ),
+    "free what is shared": (free_what_is_shared, lambda seed: (lambda x: (x, x.t(), square(seed + 1)))(square(seed))),
     "free what was made": (free_what_was_made, lambda seed: (square(seed), square(seed + 1))),
 }
 

@@ -48,7 +48,6 @@ class Pair(nn.Module):
         self.right = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
-        """Return similarities; of the left tower's outputs with each other where there is no right input."""
         one = self.left(left)
         return one @ (one if right is None else self.right(right)).T
 

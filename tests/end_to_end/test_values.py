@@ -488,7 +488,6 @@ class _Norms(nn.Module):
             norm.running_var = self.norms[0].running_var
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a loss that also reads statistics."""
         one, other = (norm(layer(x)) for norm, layer in zip(self.norms, self.layers, strict=True))
         return one.square().mean() + (other.sin() * self.norms[0].running_mean).mean()
 
@@ -503,7 +502,6 @@ class _Mirrored(nn.Module):
         self.register_buffer("mirror", self.memory.t())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a loss that needs the memory as it was, and as it is."""
         before = (self.other(x) + self.mirror).tanh()
         self.memory.copy_(self.one(x).detach())
         return (before * (self.other(x) + self.mirror).sin()).mean()

@@ -112,6 +112,16 @@ def run(step: Step, batch: Batch, *, steps: int = 3) -> list[torch.Tensor]:
     return [step(*batch).clone() for _ in range(steps)]
 
 
+def assert_same_steps(model: nn.Module, make: Callable[[nn.Module], Step], batch: Batch, **options: Any) -> None:
+    """Take some steps compiled and some in eager, with a copy; losses and parameters must agree, and losses fall."""
+    expected = copy.deepcopy(model)
+    chosen = {**UNCOMPILED["options"], **options}  # type: ignore[dict-item]
+    losses = run(torch.compile(make(model), backend="apollo", options=chosen), batch)
+    torch.testing.assert_close(losses, run(make(expected), batch))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    assert losses[0] > losses[-1]
+
+
 def compilation_of(model: nn.Module) -> Compilation:
     """Return the products of the only graph that trains a model."""
     (found,) = registry.find_models(model)
@@ -127,11 +137,7 @@ def test_losses_and_parameters_are_eagers(name: str, how: str, count: int) -> No
     torch.manual_seed(0)
     make, batch = MODELS[name]
     model = make()
-    expected = copy.deepcopy(model)
-    losses = run(torch.compile(MAKE_STEP[how](model, count), **UNCOMPILED), batch)
-    torch.testing.assert_close(losses, run(MAKE_STEP[how](expected, count), batch))
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
-    assert losses[0] > losses[-1]
+    assert_same_steps(model, lambda model: MAKE_STEP[how](model, count), batch)
     assert compilation_of(model).capture.role is Role.STEP
 
 
@@ -139,12 +145,8 @@ def test_compiled_bodies_give_eagers_numbers() -> None:
     """What Inductor makes of forwards, backwards and updates."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    expected = copy.deepcopy(model)
-    batch = two_tower_inputs()[:1]
-    options = {**STRICT, "partition.min_segment_share": 0.2}
-    losses = run(torch.compile(by_backward(model), backend="apollo", options=options), batch)
-    torch.testing.assert_close(losses, run(by_backward(expected), batch))
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    options = {"partition.min_segment_share": 0.2, "runtime.bodies": "native"}
+    assert_same_steps(model, by_backward, two_tower_inputs()[:1], **options)
 
 
 def test_gradients_may_be_left_for_an_optimizer_and_add_up() -> None:
@@ -162,10 +164,7 @@ def test_dropout_draws_as_eager_draws() -> None:
     """With the operators of eager PyTorch, one micro-batch after the other; the backward uses the forward's masks."""
     torch.manual_seed(0)
     model = TwoTowers(depth=1, dropout=0.3)
-    expected = copy.deepcopy(model)
-    losses = run(torch.compile(by_backward(model, 2), **UNCOMPILED), two_tower_inputs())
-    torch.testing.assert_close(losses, run(by_backward(expected, 2), two_tower_inputs()))
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    assert_same_steps(model, lambda model: by_backward(model, 2), two_tower_inputs())
 
 
 # -------------------------------------------------------------------------------------------------------- segments
@@ -205,11 +204,7 @@ def test_calls_on_lists_are_an_update_per_layer() -> None:
     """Each is made as soon as the gradients of its layer are final; the numbers are eager's."""
     torch.manual_seed(0)
     model = TwoTowers(depth=2)
-    expected = copy.deepcopy(model)
-    options = {**UNCOMPILED["options"], "partition.min_segment_share": 0.0}  # type: ignore[dict-item]
-    losses = run(torch.compile(by_lists(model), backend="apollo", options=options), two_tower_inputs())
-    torch.testing.assert_close(losses, run(by_lists(expected), two_tower_inputs()))
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    assert_same_steps(model, by_lists, two_tower_inputs(), **{"partition.min_segment_share": 0.0})
     layers = {f"{tower}.layers.{layer}:update" for tower in ("image", "text") for layer in range(2)}
     assert layers <= set(names(compilation_of(model), ":update"))
 
@@ -294,8 +289,6 @@ def test_hooks_on_gradients_run_in_eager(kind: str, caplog: pytest.LogCaptureFix
 def test_what_dynamo_cannot_trace_runs_in_pieces() -> None:
     """An optimizer's own step breaks the graph; the numbers are eager's."""
     torch.manual_seed(0)
-    model = TwoTowers(depth=1)
-    expected = copy.deepcopy(model)
 
     def stepping(of: nn.Module) -> Step:
         optimizer = torch.optim.SGD(of.parameters(), lr=RATE)
@@ -309,6 +302,4 @@ def test_what_dynamo_cannot_trace_runs_in_pieces() -> None:
 
         return step
 
-    losses = run(torch.compile(stepping(model), **UNCOMPILED), two_tower_inputs())
-    torch.testing.assert_close(losses, run(stepping(expected), two_tower_inputs()))
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    assert_same_steps(TwoTowers(depth=1), stepping, two_tower_inputs())

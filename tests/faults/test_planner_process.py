@@ -204,9 +204,7 @@ def test_a_process_that_died_between_two_questions_is_replaced(caplog: pytest.Lo
     assert not caplog.records
 
 
-def test_an_interrupt_while_it_works_ends_it_and_the_next_question_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_while_it_works_ends_it_and_the_next_question_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer must not be taken for that to another question."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with monkeypatch.context() as patch:

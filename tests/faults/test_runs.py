@@ -97,19 +97,29 @@ def _reset() -> Iterator[None]:
     _armed.clear()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt; a job in the background ignores it."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 def _model_and_input() -> tuple[_Branches, torch.Tensor]:
     torch.manual_seed(0)
     return _Branches(), torch.randn(256, 256)
 
 
-def test_an_error_in_a_body_on_any_lane_is_the_users_and_the_next_step_works() -> None:
-    """Forward and backward: type and message survive; affinity, threads, the OpenMP team and the gradients too."""
+def _step_of_lanes() -> Callable[[], list[torch.Tensor]]:
+    """Return what computes gradients of a model on lanes."""
     model, x = _model_and_input()
     run = torch.compile(model, backend="apollo", options={**STRICT, "plan.replan": False})
+    return lambda: list(torch.autograd.grad(run(x).square().mean(), list(model.parameters())))
 
-    def step() -> list[torch.Tensor]:
-        return list(torch.autograd.grad(run(x).square().mean(), list(model.parameters())))
 
+def test_an_error_in_a_body_on_any_lane_is_the_users_and_the_next_step_works() -> None:
+    """Forward and backward: type and message survive; affinity, threads, the OpenMP team and the gradients too."""
+    step = _step_of_lanes()
     assert torch.ones(2**20).sum() == 2**20  # this thread has its OpenMP team from here on
     expected = step()
     if len(os.sched_getaffinity(0)) > 1:
@@ -129,26 +139,17 @@ def test_an_error_in_a_body_on_any_lane_is_the_users_and_the_next_step_works() -
     assert count_threads(num_threads) <= num_threads
 
 
-def test_ctrl_c_while_any_lane_works_ends_the_step_and_the_next_one_works() -> None:
+def test_ctrl_c_while_any_lane_works_ends_the_step_and_the_next_one_works(interruptible: None) -> None:
     """The signal itself, which the main thread gets while it computes or waits, forward and backward."""
-    model, x = _model_and_input()
-    run = torch.compile(model, backend="apollo", options={**STRICT, "plan.replan": False})
-
-    def step() -> list[torch.Tensor]:
-        return list(torch.autograd.grad(run(x).square().mean(), list(model.parameters())))
-
+    step = _step_of_lanes()
     expected, affinity = step(), os.sched_getaffinity(0)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    try:
-        for place in PLACES:
-            _armed[place] = signal.SIGINT
-            with pytest.raises(KeyboardInterrupt):
-                step()
-            assert not _armed
-            assert os.sched_getaffinity(0) == affinity
-            torch.testing.assert_close(step(), expected)
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    for place in PLACES:
+        _armed[place] = signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        assert not _armed
+        assert os.sched_getaffinity(0) == affinity
+        torch.testing.assert_close(step(), expected)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_ctrl_c_while_any_lane_works_ends_the_step_and_the_next_one_works() -> N
     ids=["plan", "bodies", "graph"],
 )
 def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compiles(
-    monkeypatch: pytest.MonkeyPatch, room: ModuleType, place: str
+    monkeypatch: pytest.MonkeyPatch, interruptible: None, room: ModuleType, place: str
 ) -> None:
     """Before it is planned, when its bodies are compiled, and when all is there; forward and backward."""
     model, x = _model_and_input()
@@ -170,19 +171,14 @@ def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compile
         os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **kwargs)
 
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    try:
+    def end(call: Callable[[], Any]) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(room, place, interrupt)
             with pytest.raises(KeyboardInterrupt):
-                run(x)
-        loss = run(x).square().mean()
-        with monkeypatch.context() as patch:
-            patch.setattr(room, place, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                loss.backward()
-    finally:
-        signal.signal(signal.SIGINT, previous)
+                call()
+
+    end(lambda: run(x))
+    end(run(x).square().mean().backward)
     results = [torch.autograd.grad(call(x).square().mean(), list(model.parameters())) for call in (model, run)]
     for gradient, wanted in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))

@@ -278,10 +278,7 @@ def test_a_value_is_described_by_dtype_shape_and_strides() -> None:
     hand = Hand()
     x = hand.input("x", 2, 3, dtype=torch.float16)
     made = hand.capture(hand.call(aten.clone.default, hand.call(aten.t.default, x)))
-    assert [node.value for node in made.nodes[:2]] == [
-        "float16[2, 3] strides [3, 1]",
-        "float16[3, 2] strides [1, 3]",
-    ]
+    assert [node.value for node in made.nodes[:2]] == ["float16[2, 3] strides [3, 1]", "float16[3, 2] strides [1, 3]"]
     assert made.nodes[0].num_bytes == 12
 
 
@@ -292,12 +289,6 @@ def test_outputs_may_be_none_inputs_aliases_and_repeats() -> None:
     view, value = hand.call(aten.view.default, x, [2, 2]), hand.call(aten.neg.default, x)
     made = hand.capture(None, x, view, value, value, None)
     assert made.outputs == (None, 0, 1, 2, 2, None)
-
-
-def test_an_empty_graph_is_captured() -> None:
-    """No nodes, no outputs."""
-    made = Hand().capture()
-    assert (made.nodes, made.outputs, made.name, made.role) == ((), (), "test", Role.INFERENCE)
 
 
 # ------------------------------------------------------------------------------------------------------------ order
@@ -380,11 +371,8 @@ def test_a_write_through_a_view_is_a_write_into_its_base() -> None:
 def test_a_number_read_from_a_tensor_is_cheap_and_read_before_the_tensor_is_written() -> None:
     """Each segment reads for itself, so all that use the number, or one made of it, come before the write."""
     hand = Hand()
-    x, first, second = (
-        hand.input("x", 4),
-        hand.input("first", dtype=torch.int64),
-        hand.input("second", dtype=torch.int64),
-    )
+    x = hand.input("x", 4)
+    first, second = (hand.input(name, dtype=torch.int64) for name in ("first", "second"))
     numbers = [hand.call(aten._local_scalar_dense.default, tensor) for tensor in (first, second)]
     total = hand.call(operator.add, *numbers)
     product = hand.call(aten.mul.Tensor, x, total)
@@ -639,55 +627,78 @@ def test_bytes_and_work_are_those_of_the_sizes_asked_for() -> None:
     assert one.sizes == ((name, 1),)
 
 
-@pytest.mark.parametrize("op", ("input", "compute"))
-def test_another_device_is_refused(op: str) -> None:
-    """Lanes are CPU lanes."""
-    hand = Hand()
-    node = hand.input("x", 2)
-    if op == "compute":
-        node = hand.call(aten.neg.default, node)
-    node.meta["val"] = torch.empty(2, device="meta")
-    with pytest.raises(UnsupportedGraphError, match=f"^{node} is on device meta"):
-        hand.capture(node)
+META = torch.device("meta")
+META_NODE = "^{node} is on device meta"
 
 
-def test_a_factory_on_another_device_is_refused() -> None:
-    """Although it is cheap: every value is a CPU tensor."""
-    hand = Hand()
-    node = hand.call(aten.full.default, [2], 1.0, device=torch.device("meta"), pin_memory=False)
-    with pytest.raises(UnsupportedGraphError, match=f"{node} is on device meta"):
-        hand.capture(node)
-
-
-def test_a_constant_on_another_device_is_refused() -> None:
-    """Although it is cheap: every value is a CPU tensor."""
-    graph = fx.Graph()
-    node = graph.get_attr("constant")
+def constant(hand: Hand) -> fx.Node:
+    """Add a constant of the graph."""
+    node = hand.graph.get_attr("constant")
     node.meta["val"] = torch.ones(2, device="meta")
-    graph.output((node,))
-    with pytest.raises(UnsupportedGraphError, match=f"{node} is on device meta"):
-        capture(fx.GraphModule({"constant": torch.ones(2, device="meta")}, graph))
+    return node
 
 
-@pytest.mark.parametrize("op", ("input", "compute"))
-def test_a_sparse_tensor_is_refused(op: str) -> None:
-    """Segments exchange strided tensors."""
+def valued(node: fx.Node, value: Any) -> fx.Node:
+    """Give a node another value."""
+    node.meta["val"] = value
+    return node
+
+
+SPARSE = torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)
+REFUSED: dict[str, tuple[Callable[[Hand], fx.Node], str]] = {
+    "an input on another device": (lambda hand: valued(hand.input("x", 2), torch.empty(2, device="meta")), META_NODE),
+    "a computation on another device": (
+        lambda hand: valued(hand.call(aten.neg.default, hand.input("x", 2)), torch.empty(2, device="meta")),
+        META_NODE,
+    ),
+    "a factory on another device": (
+        lambda hand: hand.call(aten.full.default, [2], 1.0, device=META, pin_memory=False),
+        META_NODE,
+    ),
+    "a constant on another device": (constant, META_NODE),
+    "one bad value of two": (
+        lambda hand: valued(
+            hand.call(aten.topk.default, hand.input("x", 4), 2), (torch.empty(2), torch.empty(2, device="meta"))
+        ),
+        META_NODE,
+    ),
+    "a sparse input": (lambda hand: valued(hand.input("x", 2, 2), SPARSE), "^{node} has layout torch.sparse_coo"),
+    "a sparse result": (
+        lambda hand: valued(hand.call(aten.neg.default, hand.input("x", 2, 2)), SPARSE),
+        "^{node} has layout torch.sparse_coo",
+    ),
+    "an effect token": (
+        lambda hand: hand.graph.call_function(
+            with_effects, (hand.input("token", 0), aten.neg.default, hand.input("x", 2))
+        ),
+        "^node {node} carries an effect token",
+    ),
+    "a call of a method": (
+        lambda hand: hand.graph.call_method("neg", (hand.input("x", 2),)),
+        "^node {node} is a call_method",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_segment_can_hold_is_refused(name: str) -> None:
+    """Segments exchange strided tensors of one device, and have no order but that of values."""
+    build, reason = REFUSED[name]
     hand = Hand()
-    node = hand.input("x", 2, 2)
-    if op == "compute":
-        node = hand.call(aten.neg.default, node)
-    node.meta["val"] = torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)
-    with pytest.raises(UnsupportedGraphError, match=f"^{node} has layout torch.sparse_coo"):
-        hand.capture(node)
+    node = build(hand)
+    hand.graph.output((node,))
+    with pytest.raises(UnsupportedGraphError, match=reason.format(node=node)):
+        capture(fx.GraphModule({"constant": torch.ones(2)}, hand.graph))
 
 
-def test_one_bad_value_of_several_is_refused() -> None:
-    """The message names the operator's node."""
+def test_an_output_that_is_a_number_is_refused_and_none_are_enough() -> None:
+    """The message shows the number; an empty graph is captured."""
     hand = Hand()
-    node = hand.call(aten.topk.default, hand.input("x", 4), 2)
-    node.meta["val"] = (node.meta["val"][0], torch.empty(2, device="meta"))
-    with pytest.raises(UnsupportedGraphError, match=f"^{node} is on device meta"):
-        hand.capture()
+    hand.graph.output((hand.input("x", 2), 3))
+    with pytest.raises(UnsupportedGraphError, match="the graph returns 3, a int, not a tensor"):
+        capture(fx.GraphModule({}, hand.graph))
+    made = Hand().capture()
+    assert (made.nodes, made.outputs, made.name, made.role) == ((), (), "test", Role.INFERENCE)
 
 
 @pytest.mark.robustness("Special operators", "streams of the user's in a graph")
@@ -701,30 +712,6 @@ def test_streams_of_the_users_are_refused(record_property: Callable[[str, object
     with pytest.raises(UnsupportedGraphError, match=r"^node fork_default .* stream of the user's") as refusal:
         hand.capture(y)
     record_property("reasons", [str(refusal.value)])  # as of a graph that runs
-
-
-def test_effect_tokens_are_refused() -> None:
-    """They would order operators by a value that is no tensor."""
-    hand = Hand()
-    node = hand.graph.call_function(with_effects, (hand.input("token", 0), aten.neg.default, hand.input("x", 2)))
-    with pytest.raises(UnsupportedGraphError, match=f"^node {node} carries an effect token"):
-        hand.capture()
-
-
-def test_calls_of_modules_and_methods_are_refused() -> None:
-    """AOTAutograd leaves none."""
-    hand = Hand()
-    node = hand.graph.call_method("neg", (hand.input("x", 2),))
-    with pytest.raises(UnsupportedGraphError, match=f"^node {node} is a call_method"):
-        hand.capture()
-
-
-def test_an_output_that_is_a_number_is_refused() -> None:
-    """The message shows it."""
-    hand = Hand()
-    hand.graph.output((hand.input("x", 2), 3))
-    with pytest.raises(UnsupportedGraphError, match="the graph returns 3, a int, not a tensor"):
-        capture(fx.GraphModule({}, hand.graph))
 
 
 def test_a_tensor_of_a_dynamic_size_counts_as_reading_what_its_number_was_read_from() -> None:

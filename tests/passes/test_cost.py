@@ -33,12 +33,7 @@ def test_tensors_and_the_footprint_count() -> None:
     footprint = sum(buffer.num_bytes for buffer in made.buffers)
     segment = made.segments[1]
     expected = predict(
-        segment.work,
-        CPU,
-        4,
-        num_tensors=len(segment.inputs) + len(segment.outputs),
-        footprint=footprint,
-        is_first=True,
+        segment.work, CPU, 4, num_tensors=len(segment.inputs) + len(segment.outputs), footprint=footprint, is_first=True
     )
     mode = estimate_costs(made, CPU, Observations()).modes[1][-1]
     assert (mode.duration_ns, mode.memory_share, mode.launch_share) == expected

@@ -86,7 +86,6 @@ class Eager(fx.Interpreter):
     """Runs a graph; numbers drawn from a seed depend on the seed only, as in compiled code."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Draw from a generator with the given seed instead of the global one."""
         if target is torch.ops.prims.inductor_random.default:
             size, seed, mode = args
             return getattr(torch, mode)(size, generator=torch.Generator().manual_seed(int(seed)))
@@ -227,7 +226,6 @@ class Normalised(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of both branches."""
         self.calls.add_(1)
         left, right = x, x
         for layer in self.left:
@@ -246,7 +244,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return `x` after attention."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         scores = (q @ k.transpose(-1, -2) / 3.0).masked_fill(mask, float("-inf"))
         return x + self.out(scores.softmax(-1) @ v)
@@ -262,7 +259,6 @@ class Masked(nn.Module):
         self.register_buffer("positions", torch.randn(5, 8))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the product of both stacks."""
         steps = torch.arange(5)
         mask = steps[None, :] > steps[:, None]
         scale = torch.tensor([1.0, 2.0] * 4)
@@ -285,7 +281,6 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the logits of both sequences together."""
         return self.head(self.encoder(self.embedding(x))) + self.head(self.encoder(self.embedding(y)))
 
 
@@ -297,7 +292,6 @@ class ManyOutputs(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a view of every layer's result."""
         first = self.layers[0](x)
         second = self.layers[1](first.relu())
         third = self.layers[2](second.t().reshape(-1, 8))
@@ -313,7 +307,6 @@ class MultiOutput(nn.Module):
         self.fc = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return values of top-k, maximum and variance."""
         values, indices = self.fc[0](self.norms[0](x)).topk(4, dim=-1)
         largest, where = self.fc[1](x).max(dim=1)
         left, right = self.fc[2](self.norms[1](x)).split(4, dim=-1)
@@ -334,7 +327,6 @@ class Growing(nn.Module):
         self.up = nn.ModuleList(nn.Linear(w, w * 2) for w in (8, 16))
 
     def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Return `x` after all layers and add to `state`."""
         for layer in self.down:
             x = layer(x).tanh()
         state.mul_(0.9).add_(x.detach().mean(0))
@@ -631,19 +623,12 @@ def test_chains_without_names_stay_independent(role: Role) -> None:
 
 def test_equal_layers_share_a_body() -> None:
     """In both towers; in training the layers at the ends may save and take other values."""
-    graph = partition_graph(
-        graphs_of("towers", train=False, recompute_masks=True)[Role.INFERENCE].captured, config=LAYER
-    ).graph
-    body = {segment.name: segment.body for segment in graph.segments}
+    towers = graphs_of("towers", train=False, recompute_masks=True)[Role.INFERENCE].captured
+    body = {segment.name: segment.body for segment in partition_graph(towers, config=LAYER).graph.segments}
     assert body["image.layers.0"] == body["image.layers.1"] == body["text.layers.0"]
-    partition = partition_graph(
-        graphs_of("stack", train=True, recompute_masks=True)[Role.BACKWARD].captured, config=LAYER
-    )
-    assert len(partition.bodies) < len(partition.graph.segments)
-    partition = partition_graph(
-        graphs_of("stack", train=True, recompute_masks=True)[Role.FORWARD].captured, config=LAYER
-    )
-    assert len(partition.bodies) < len(partition.graph.segments)
+    for recorded in graphs_of("stack", train=True, recompute_masks=True).values():
+        partition = partition_graph(recorded.captured, config=LAYER)
+        assert len(partition.bodies) < len(partition.graph.segments)
 
 
 def test_a_stack_has_a_segment_per_layer() -> None:
@@ -873,27 +858,19 @@ def test_weight_gradients_apart_are_waited_for_by_nothing() -> None:
     assert longest < longest_path_of_segments(partition_graph(made, config=LAYER), made, flops_of_products)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_weight_gradients_apart_hold_up_nothing(seed: int) -> None:
+def test_weight_gradients_apart_hold_up_nothing() -> None:
     """In random graphs with products: no segment waits for them, and there are none where nobody asks for them."""
-    made = replace(random_capture(random.Random(seed)), role=Role.BACKWARD)
-    apart = partition_graph(made, config=APART)
-    check_partition(apart, made)
-    waited_for = {other for segment in apart.graph.segments for other in apart.graph.predecessors(segment.id)}
-    assert not any(segment.id in waited_for for segment in apart.graph.segments if ":weights" in segment.name)
-    assert not any(":weights" in segment.name for segment in partition_graph(made, config=LAYER).graph.segments)
-
-
-def test_random_graphs_have_weight_gradients() -> None:
-    """Or the test above would say nothing."""
-    names = [
-        segment.name
-        for seed in range(100)
-        for segment in partition_graph(
-            replace(random_capture(random.Random(seed)), role=Role.BACKWARD), config=APART
-        ).graph.segments
-    ]
-    assert sum(":weights" in name for name in names) >= 10
+    count = 0
+    for seed in range(100):
+        made = replace(random_capture(random.Random(seed)), role=Role.BACKWARD)
+        apart = partition_graph(made, config=APART)
+        check_partition(apart, made)
+        waited_for = {other for segment in apart.graph.segments for other in apart.graph.predecessors(segment.id)}
+        weights = [segment.id for segment in apart.graph.segments if ":weights" in segment.name]
+        assert waited_for.isdisjoint(weights), f"seed {seed}"
+        assert not any(":weights" in segment.name for segment in partition_graph(made, config=LAYER).graph.segments)
+        count += len(weights)
+    assert count >= 10
 
 
 @pytest.mark.parametrize("answer", (True, False))
@@ -940,20 +917,13 @@ def test_nobody_is_asked_about_weight_gradients(name: str, role: Role, config: P
 def test_lossless_contraction_costs_no_parallelism(seed: int) -> None:
     """Without names and without the rule for tiny pieces, the longest path is as long as that of the nodes."""
     made = random_capture(random.Random(seed))
-    made = Capture(
-        name=made.name, role=made.role, nodes=tuple(without_module(node) for node in made.nodes), outputs=made.outputs
-    )
+    made = replace(made, nodes=tuple(replace(node, module="") for node in made.nodes))
     for granularity in ("layer", "module"):
         config = PartitionConfig(granularity=granularity, min_segment_share=0.0, max_segment_share=1.0)
         partition = partition_graph(made, config=config)
         check_partition(partition, made)
         expected = longest_path_of_nodes(made, flops_and_bytes)
         assert longest_path_of_segments(partition, made, flops_and_bytes) == expected
-
-
-def without_module(node: Node) -> Node:
-    """Return the node as it is in functional code."""
-    return Node(**{name: getattr(node, name) for name in Node.__slots__ if name != "module"})
 
 
 def longest_path_of_nodes(made: Capture, weight: Callable[[Node], int]) -> int:

@@ -49,7 +49,6 @@ class Cameras(nn.Module):
         self.head = nn.Linear(2 * FEW, 8)
 
     def forward(self, *images: torch.Tensor) -> torch.Tensor:
-        """Return scores of a batch of pictures, one tensor for each camera."""
         found = torch.zeros(())
         for number, camera in enumerate(images):
             backbone = self.backbones[f"camera{number % len(self.backbones)}"]
@@ -67,7 +66,6 @@ class Policy(nn.Module):
         self.num_cameras = num_cameras
 
     def forward(self, *images: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the features of all cameras."""
         features = [self.model.backbone(camera) for camera in images]  # type: ignore[operator]
         return torch.cat(features, dim=1).mean((2, 3))
 

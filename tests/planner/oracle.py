@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from apollo_compile.planner.problem import Mode, Problem
+import random
+
+from apollo_compile.planner.problem import Mode, Problem, Task
 
 
 def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
@@ -71,3 +73,16 @@ def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
 
     extend()
     return best if best != below else None
+
+
+def random_without_lanes(rng: random.Random, num_tasks: int) -> tuple[Task, ...]:
+    """Return tasks with several modes that share two renewable resources."""
+    tasks = []
+    for task in range(num_tasks):
+        modes = tuple(
+            Mode(duration=rng.randrange(1, 9), demands=(rng.randrange(5), rng.randrange(4)))
+            for _ in range(rng.randrange(1, 4))
+        )
+        before = sorted(rng.sample(range(task), min(task, rng.randrange(3))))
+        tasks.append(Task(modes=modes, predecessors=tuple(before)))
+    return tuple(tasks)

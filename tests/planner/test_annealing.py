@@ -51,25 +51,18 @@ def test_an_annealed_schedule_is_valid_and_not_longer_than_its_start(seed: int) 
     assert lower_bound(problem) <= schedule.makespan <= start.makespan
 
 
-@pytest.mark.parametrize("seed", range(15))
-def test_annealing_keeps_the_limits_of_resources(seed: int) -> None:
-    """From the serial schedule, for which they just suffice; sometimes there is something shorter."""
-    rng = random.Random(seed)
-    problem = limited(rng, random_problem(rng, 9, 4))
-    schedule = walk(problem, serial_schedule(problem), seed=seed, iterations=400).schedule
-    assert problem.violations(schedule) == ()
-    assert schedule.makespan <= serial_schedule(problem).makespan
-
-
-def test_annealing_finds_something_shorter_within_limits() -> None:
-    """Otherwise the test above would pass if it rejected everything."""
-    found = 0
+def test_annealing_keeps_the_limits_of_resources() -> None:
+    """From the serial schedule, for which they just suffice; now and then there is something shorter."""
+    num_shorter = 0
     for seed in range(15):
         rng = random.Random(seed)
         problem = limited(rng, random_problem(rng, 9, 4))
         serial = serial_schedule(problem)
-        found += walk(problem, serial, seed=seed, iterations=400).schedule.makespan < serial.makespan
-    assert found >= 5
+        schedule = walk(problem, serial, seed=seed, iterations=400).schedule
+        assert problem.violations(schedule) == ()
+        assert schedule.makespan <= serial.makespan
+        num_shorter += schedule.makespan < serial.makespan
+    assert num_shorter >= 5
 
 
 def test_annealing_improves_a_list_schedule_of_a_real_model() -> None:
@@ -133,9 +126,3 @@ def test_unequal_chains_run_side_by_side_and_then_wide(speedup: float, num_layer
     lanes = [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
     assert lanes[0] == lanes[-1] == 0
     assert {1, 2} <= set(lanes)
-
-
-def test_annealing_nothing_changes_nothing() -> None:
-    """An empty problem has one schedule."""
-    problem = Problem(tasks=())
-    assert walk(problem, serial_schedule(problem), seed=0, iterations=10).schedule == serial_schedule(problem)

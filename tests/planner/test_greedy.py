@@ -37,12 +37,6 @@ def test_all_list_schedules_are_valid_and_distinct_and_the_serial_one_comes_firs
         assert problem.violations(schedule) == ()
 
 
-def test_the_same_problem_gives_the_same_schedules() -> None:
-    """In the same order."""
-    problem = random_problem(random.Random(3), 30, 4)
-    assert greedy_schedules(problem) == greedy_schedules(problem)
-
-
 @pytest.mark.parametrize("name", ["clip 6 split", "imagebind 12 split", "microbatches 8 x 2+4"])
 def test_list_schedules_of_real_models_beat_the_serial_schedule(name: str) -> None:
     """By the share that is known for these three, less a little."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ortools.sat.python import cp_model
 
-from apollo_compile.planner.cp_sat import solve_with_cp_sat
 from apollo_compile.planner.problem import Mode, Problem, Task
+from tests.planner.asking import ask_solver
 
 MODELS = Path(__file__).parent / "cpsat_repro"
 
@@ -61,9 +61,7 @@ def test_our_model_solves_the_problems_on_which_the_shared_one_fails(name: str) 
     """The problem is read back from its model; the schedule shows that the optimum is one."""
     problem = read_back((MODELS / f"{name}.shared.pbtxt").read_text())
     for seed in SOLVER_SEEDS:
-        outcome = solve_with_cp_sat(
-            problem, hint=None, lower_bound=0, seed=seed, deterministic_time=30.0, time_limit_s=60.0
-        )
+        outcome = ask_solver(problem, seed=seed, deterministic_time=30.0)
         assert outcome.status == "optimal"
         assert outcome.schedule is not None
         assert problem.violations(outcome.schedule) == ()
@@ -114,9 +112,7 @@ def test_rounded_amounts_give_a_valid_schedule_and_no_proof() -> None:
         if factor > 1:
             chosen = tuple(replace(t, modes=(replace(t.modes[0], demands=(factor,)),)) for t in tasks)
         problem = Problem(tasks=chosen, capacities=(capacity,))
-        outcome = solve_with_cp_sat(
-            problem, hint=None, lower_bound=0, seed=0, deterministic_time=5.0, time_limit_s=60.0
-        )
+        outcome = ask_solver(problem)
         assert outcome.status == status
         assert outcome.schedule is not None
         assert problem.violations(outcome.schedule) == ()

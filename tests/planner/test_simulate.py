@@ -178,10 +178,3 @@ def test_a_task_that_waited_for_memory_still_waits_for_it() -> None:
     schedule = Schedule(modes=(1, 1, 2), starts=(0, 10, 20), makespan=30)
     assert problem.violations(schedule) == ()
     assert execute(problem, schedule).starts == (0, 10, 20)
-
-
-def test_nothing_takes_no_time() -> None:
-    """An empty problem has an empty schedule."""
-    problem = Problem(tasks=())
-    assert serial_schedule(problem) == Schedule(modes=(), starts=(), makespan=0)
-    assert execute(problem, serial_schedule(problem)).makespan == 0

@@ -20,7 +20,7 @@ from apollo_compile.planner.problem import Hold, Mode, Problem, Schedule, Task
 from apollo_compile.planner.simulate import Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
 from tests.builders import interfering, limited, random_problem, realistic_problems, seeds
-from tests.planner.oracle import find_optimum
+from tests.planner.oracle import find_optimum, random_without_lanes
 
 QUICK = Effort(work_s=0.4, time_limit_s=60.0)
 """Little work, and a limit that no machine reaches: the same everywhere."""
@@ -84,15 +84,8 @@ def test_the_solution_within_limits_is_optimal(seed: int) -> None:
 def test_a_problem_without_lanes_has_an_optimal_solution_or_none(seed: int) -> None:
     """Some task may ask for more than there is in every mode."""
     rng = random.Random(seed)
-    tasks = []
-    for task in range(4):
-        modes = tuple(
-            Mode(duration=rng.randrange(1, 9), demands=(rng.randrange(5), rng.randrange(4)))
-            for _ in range(rng.randrange(1, 4))
-        )
-        before = sorted(rng.sample(range(task), min(task, rng.randrange(3))))
-        tasks.append(Task(modes=modes, predecessors=tuple(before)))
-    problem = Problem(tasks=tuple(tasks), capacities=(rng.randrange(3, 6), 4))
+    tasks = random_without_lanes(rng, 4)
+    problem = Problem(tasks=tasks, capacities=(rng.randrange(3, 6), 4))
     optimum = find_optimum(problem)
     if optimum is None:
         with pytest.raises(InfeasiblePlanError, match="renewable resource 0 has"):
@@ -247,21 +240,12 @@ def test_that_a_solver_is_sure_is_no_certificate(monkeypatch: pytest.MonkeyPatch
         return cp_sat.SolverOutcome(status="optimal", schedule=hint, bound=hint.makespan, reached_time_limit=False)
 
     monkeypatch.setattr(cp_sat, "solve_with_cp_sat", claim)
-    problem = next(
-        p for p in map(_loose_problem, range(100)) if min(map(_makespan, greedy_schedules(p))) > lower_bound(p)
-    )
+    problems = (random_problem(random.Random(seed), 8, 4) for seed in range(100))
+    problem = next(p for p in problems if min(s.makespan for s in greedy_schedules(p)) > lower_bound(p))
     solution = solve(problem, QUICK)
     check(problem, solution)
     assert solution.proof == "solver"
     assert solution.bound == lower_bound(problem) < solution.schedule.makespan
-
-
-def _makespan(schedule: Schedule) -> int:
-    return schedule.makespan
-
-
-def _loose_problem(seed: int) -> Problem:
-    return random_problem(random.Random(seed), 8, 4)
 
 
 def test_seconds_instead_of_work_give_the_solver_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:

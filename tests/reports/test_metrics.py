@@ -54,9 +54,7 @@ def test_all_numbers_of_a_settled_model_are_known() -> None:
 def test_what_is_not_known_yet_has_no_entry() -> None:
     """A plan without a measured run; nothing at all; a report of old, without states."""
     planned = Report(
-        graphs=(summarize(compilation(), NOTHING),),
-        fallbacks=(),
-        states=(State(graph="0/0", stage=Stage.MEASURING),),
+        graphs=(summarize(compilation(), NOTHING),), fallbacks=(), states=(State(graph="0/0", stage=Stage.MEASURING),)
     )
     found = planned.metrics()
     assert found["apollo/settled"] == 0

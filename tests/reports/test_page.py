@@ -132,11 +132,6 @@ def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
             assert not any(one.x == x and 0 < abs(one.y - y) < 46 for x, y in spots)
 
 
-def test_a_report_of_nothing_is_a_page_too() -> None:
-    """It says what to do."""
-    assert "call the compiled model first" in Report(graphs=(), fallbacks=()).to_html()
-
-
 # --------------------------------------------------------------------------------------------------------- in a browser
 
 

@@ -11,14 +11,7 @@ import pytest
 
 from apollo_compile.distributed.pipeline.fill import fill
 from apollo_compile.distributed.pipeline.schedules import interleaved, one_forward_one_backward
-from apollo_compile.distributed.pipeline.values import (
-    Encoder,
-    FilledPlan,
-    Filling,
-    Gaps,
-    PipelineSteps,
-    StageTimes,
-)
+from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Filling, Gaps, PipelineSteps, StageTimes
 from apollo_compile.reports.render_pipeline import device_rows, make_blocks, render_pipeline_html, render_pipeline_trace
 from apollo_compile.units import NS_PER_MS
 from tests.reports.test_page import Page

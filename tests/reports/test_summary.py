@@ -35,7 +35,7 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
-from apollo_compile.reports.values import DeviceSummary, GraphSummary, Limit, Timeline
+from apollo_compile.reports.values import Timeline
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
@@ -78,37 +78,25 @@ def compilation(letters: str = "*AB*", *, handover_ns: int = 0) -> Compilation:
 
 def nodes_of(made: SegmentGraph) -> tuple[Capture, Partition]:
     """Return one node per buffer, and the partition that has the graph."""
+    reads = [() if b.producer is None else made.segments[b.producer].inputs for b in made.buffers]
     nodes = tuple(
         Node(
             id=NodeId(buffer.id),
             name=buffer.name,
             kind=NodeKind.INPUT if buffer.producer is None else NodeKind.COMPUTE,
             target="op",
-            inputs=tuple(NodeId(b) for b in made.segments[buffer.producer].inputs)
-            if buffer.producer is not None
-            else (),
+            inputs=tuple(map(NodeId, read)),
             num_bytes=buffer.num_bytes,
         )
-        for buffer in made.buffers
+        for buffer, read in zip(made.buffers, reads, strict=True)
     )
     bodies: dict[int, Body] = {}
     for segment in made.segments:
-        bodies.setdefault(
-            segment.body,
-            Body(
-                id=BodyId(segment.body),
-                name=segment.name,
-                nodes=(NodeId(segment.outputs[0]),),
-                inputs=tuple(NodeId(b) for b in segment.inputs),
-                outputs=(NodeId(segment.outputs[0]),),
-            ),
-        )
-    capture = Capture(
-        name=made.name,
-        role=made.role,
-        nodes=nodes,
-        outputs=tuple(None if buffer is None else NodeId(buffer) for buffer in made.outputs),
-    )
+        own, inputs = (NodeId(segment.outputs[0]),), tuple(map(NodeId, segment.inputs))
+        body = Body(id=BodyId(segment.body), name=segment.name, nodes=own, inputs=inputs, outputs=own)
+        bodies.setdefault(segment.body, body)
+    outputs = tuple(None if buffer is None else NodeId(buffer) for buffer in made.outputs)
+    capture = Capture(name=made.name, role=made.role, nodes=nodes, outputs=outputs)
     by_segment = tuple((NodeId(segment.outputs[0]),) for segment in made.segments)
     return capture, Partition(graph=made, bodies=tuple(bodies.values()), nodes_by_segment=by_segment)
 
@@ -281,17 +269,6 @@ def test_what_lanes_hold_adds_up_to_what_the_graph_holds() -> None:
             )
 
 
-def test_the_text_before_a_run_has_no_measured_line() -> None:
-    """And no measured column to read."""
-    text = str(Report(graphs=(summarize(compilation("****"), NOTHING),), fallbacks=()))
-    assert text.splitlines()[0] == "test: 4 segments (3 bodies) on 1 lane, greedy plan"
-    assert "measured" not in text
-    assert "1.00x" in text
-    assert next(line for line in text.splitlines() if line.startswith("head")).split() == [
-        "head", "0", "2", "of", "2", "60", "ns", "compute"
-    ]  # fmt: skip
-
-
 def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
     """After those that run in segments."""
     summary = summarize(compilation(), NOTHING)
@@ -304,44 +281,20 @@ def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
 
 
 def test_a_report_of_nothing_says_what_to_do() -> None:
-    """Before the first call, or for a model that was never compiled."""
-    text = str(Report(graphs=(), fallbacks=()))
-    assert text.startswith("nothing compiled for this model has run yet: call the compiled model first")
-    assert "Without a model, report() is of all that was compiled" in text
+    """Before the first call, or for a model that was never compiled; on the page as well."""
+    nothing = Report(graphs=(), fallbacks=())
+    assert str(nothing).startswith("nothing compiled for this model has run yet: call the compiled model first")
+    assert "Without a model, report() is of all that was compiled" in str(nothing)
+    assert "call the compiled model first" in nothing.to_html()
 
 
 def test_a_graph_without_segments_has_a_text() -> None:
     """It returns its inputs."""
-    empty = GraphSummary(
-        name="empty",
-        role=Role.INFERENCE,
-        origin=Origin.SERIAL,
-        device=DeviceSummary(kind="cpu", name="test", source="default", units=1),
-        num_bodies=0,
-        num_lanes=0,
-        segments=(),
-        modules=(),
-        branches=(),
-        pairs=(),
-        lanes=(),
-        waits=(),
-        timelines=(Timeline(name="serial", duration_ns=0, overlap=0.0, busy=0.0, bars=(), units=(), memory=()),),
-        predicted_ns=0,
-        serial_ns=0,
-        bound_ns=0,
-        gap=0.0,
-        critical_path_ns=0,
-        limit=Limit.UNITS,
-        candidates=(),
-        solver=None,
-        seed=0,
-        stopped_early=False,
-        pinned=False,
-        variant=Variant.PLAN,
-        num_replans=0,
-        peak_bytes=0,
-        memory_quota=None,
-    )
+    nothing = {"num_bodies": 0, "num_lanes": 0, "segments": (), "modules": (), "branches": (), "pairs": (), "lanes": ()}
+    line = Timeline(name="serial", duration_ns=0, overlap=0.0, busy=0.0, bars=(), units=(), memory=())
+    times = {"predicted_ns": 0, "serial_ns": 0, "bound_ns": 0, "gap": 0.0, "critical_path_ns": 0, "peak_bytes": 0}
+    origin = {"name": "empty", "origin": Origin.SERIAL, "candidates": (), "waits": (), "timelines": (line,)}
+    empty = replace(summarize(compilation(), NOTHING), **nothing, **times, **origin)  # type: ignore[arg-type]
     text = str(Report(graphs=(empty,), fallbacks=()))
     assert text.startswith("empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns")
 
@@ -381,9 +334,7 @@ def test_a_report_marks_where_a_prediction_comes_from() -> None:
         replace(segment, name=source, predicted_ns=1000, source=source)
         for segment, source in zip(summary.segments, sources, strict=False)
     )
-    rows = [
-        line.split()
-        for line in render_text(Report(graphs=(replace(summary, segments=segments),), fallbacks=())).splitlines()
-    ]
+    text = render_text(Report(graphs=(replace(summary, segments=segments),), fallbacks=()))
+    rows = [line.split() for line in text.splitlines()]
     marks = {row[0]: row[7:-1] for row in rows if row and row[0] in sources}
     assert marks == {CostSource.FORMULA: [], CostSource.MEASURED: ["*"], CostSource.SCALED: ["~"]}

@@ -28,7 +28,6 @@ class Vlm(nn.Module):
         self.head = nn.Linear(WIDTH, 100)
 
     def forward(self, ids: torch.Tensor, patches: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
         seen = self.vision(patches)
         x = torch.cat([seen, self.embed(ids)], dim=1)
         logits = self.head(self.language(x, x, x, need_weights=False)[0])[:, seen.shape[1] :]
@@ -81,7 +80,6 @@ class Doubler(nn.Module):
         self.positions = nn.Parameter(torch.zeros(6, 8))
 
     def forward(self, x: torch.Tensor, unused: Any = None) -> torch.Tensor:
-        """Return something."""
         if self.how == "positions":
             x = x + self.positions
         if self.how == "break":

@@ -1,11 +1,9 @@
 """What a case is, the table of all of them, and one step in eager.
 
-    @case()
-    def tied_weights() -> Training:
-        "An embedding and the layer behind it are one matrix."
-        return Training(...)
+    add("tied weights", "An embedding and the layer behind it are one matrix.", model=tied, clip=1.0)
 
-adds the case "tied weights". The function is called twice, with the same random numbers: for the step and for the loop.
+adds a case of `train(model=tied, clip=1.0)`, and so does `@case()` for a function with that name and docstring that
+returns a training. Both are made twice, with the same random numbers: for the step and for the loop.
 """
 
 from __future__ import annotations
@@ -13,15 +11,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from apollo_compile.errors import ApolloError
+from apollo_compile.errors import ApolloError, TargetError
 from apollo_compile.session.step.split import split_evenly
-from tests.end_to_end.step_cases.models import mse, rows
+from tests.end_to_end.step_cases.models import Loss, chain, momentum, mse, rows
 
 STEPS = 16
 """A loop, then every variant twice."""
@@ -48,16 +47,18 @@ class Training:
     """One of the two copies of what is trained."""
 
     model: nn.Module
-    loss_fn: Callable[[nn.Module, Any], Any] = mse
+    loss_fn: Loss = mse
     optimizer: Any = None
     batch: Callable[[int], Any] = rows
     """Makes the batch of a step."""
-    before: Callable[[int], object] = lambda number: None
-    """Changes something before a step."""
+    before: Callable[[Any, int], object] = lambda training, number: None
+    """Changes something of this training before a step."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What steps run inside of."""
-    watched: Callable[[], Any] = lambda: None
+    watched: Callable[[Any], Any] = lambda training: None
     """Returns what else has to be as in eager after every step."""
+    notes: list[Any] = field(default_factory=list)
+    """What one step leaves for others."""
     microbatches: int = 1
     clip_grad_norm: float | None = None
     split: Callable[[Any, int], Sequence[Any]] | None = None
@@ -94,7 +95,7 @@ class Training:
             "gradients": {name: parameter.grad for name, parameter in parameters.items()},
             "optimizer": state(),
             "batch": batch,
-            "watched": self.watched(),
+            "watched": self.watched(self),
         }
 
 
@@ -119,21 +120,68 @@ class Case:
     """What is raised where it is refused."""
 
 
+def train(
+    model: nn.Module | Callable[[], nn.Module] = chain,
+    loss: Loss = mse,
+    *,
+    by: Any = momentum,
+    params: Callable[[Any], Any] = lambda model: model.parameters(),
+    change: Callable[[Training], object] | None = None,
+    count: int = 2,
+    clip: float | None = None,
+    **settings: Any,
+) -> Training:
+    """Return the training of a model by so many micro-batches, in the middle of which something changes."""
+    made = model if isinstance(model, nn.Module) else model()
+    if change is not None:
+        settings["before"] = lambda training, number: number == CHANGE and change(training)
+    settings |= {"microbatches": count, "clip_grad_norm": clip}
+    return Training(model=made, loss_fn=loss, optimizer=by(params(made)) if callable(by) else by, **settings)
+
+
 TABLE: dict[str, Case] = {}
 
+EITHER, RAISES = {"end": End.EITHER}, {"end": End.RAISES}
+"""How cases end."""
 
-def case(**settings: Any) -> Callable[[Callable[[], Training]], Callable[[], Training]]:
+
+def loop(reason: str = "") -> dict[str, Any]:
+    """Return how a case ends all steps of which are loops."""
+    return {"end": End.LOOP, "reason": reason}
+
+
+def refused(reason: str, errors: type[Exception] = TargetError) -> dict[str, Any]:
+    """Return how a case ends that is refused."""
+    return {"end": End.REFUSED, "errors": errors, "reason": reason}
+
+
+def add(name: str, says: str = "", make: Callable[..., Training] = train, **settings: Any) -> None:
+    """Add a case to the table; what is no setting of a case goes to the function that makes the training."""
+    assert name not in TABLE, f"there are two cases called {name}"
+    own = {each.name: settings.pop(each.name) for each in fields(Case) if each.name in settings}
+    TABLE[name] = Case(name=name, says=says or name, make=partial(make, **settings), **own)
+
+
+def case(**settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a function to the table; its name and docstring are those of the case."""
 
-    def add(make: Callable[[], Training]) -> Callable[[], Training]:
-        add_case(make.__name__.replace("_", " ").strip(), (make.__doc__ or "").strip(), make, **settings)
+    def add_it(make: Callable[..., Any]) -> Callable[..., Any]:
+        add(name_of(make), (make.__doc__ or "").strip(), make, **settings)
         return make
 
-    return add
+    return add_it
 
 
-def add_case(name: str, says: str, make: Callable[[], Training], **settings: Any) -> None:
-    """Add a case to the table."""
-    assert name not in TABLE, f"there are two cases called {name}"
-    assert says.endswith("."), name
-    TABLE[name] = Case(name=name, says=says, make=make, **settings)
+def loss(**settings: Any) -> Callable[[Loss], Loss]:
+    """Add the training with a loss function to the table; its name and docstring are those of the case."""
+
+    def add_it(loss_fn: Loss) -> Loss:
+        add(name_of(loss_fn), (loss_fn.__doc__ or "").strip(), loss=loss_fn, **settings)
+        return loss_fn
+
+    return add_it
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function in words."""
+    return function.__name__.replace("_", " ").strip()

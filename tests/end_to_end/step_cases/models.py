@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 WORDS, WIDTH, CLASSES, SAMPLES = 12, 6, 4, 12
 """Twelve samples can be split into 1, 2, 3 and 4 micro-batches."""
 
 Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[Any, Any], Any]
+Make = Callable[..., Any]
+"""Makes an optimizer of parameters or groups of them."""
+
+EPS = 1e-3
+"""With the default epsilon, gradients that are zero but for rounding become full steps in a random direction."""
+sgd = partial(optim.SGD, lr=0.1)
+momentum = partial(optim.SGD, lr=0.1, momentum=0.9)
+adamw = partial(optim.AdamW, lr=0.01, eps=EPS)
 
 
 def random(number: int) -> torch.Generator:
@@ -47,6 +57,11 @@ def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
+def off(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return what the outputs of a model are off by."""
+    return model(batch["x"]) - batch["y"]
+
+
 def entropy(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the cross entropy of classes."""
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
@@ -62,6 +77,11 @@ def chain(*middle: nn.Module, width: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, width), *(middle or (nn.Tanh(),)), nn.Linear(width, CLASSES))
 
 
+def convolutions() -> nn.Sequential:
+    """Return a convolution over images, its statistics, and a head."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES))
+
+
 class Towers(nn.Module):
     """Two branches that may run side by side, and what joins them."""
 
@@ -71,7 +91,6 @@ class Towers(nn.Module):
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the head's view of the sum."""
         out: torch.Tensor = self.head(self.left(x) + self.right(x))
         return out
 
@@ -86,7 +105,6 @@ class Texts(nn.Module):
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return scores of classes."""
         out = self.middle(self.embedding(text))
         hidden = out[0] if isinstance(out, tuple) else out
         scores: torch.Tensor = self.head(hidden.mean(1))
@@ -106,5 +124,4 @@ class Wrapped(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the function with this model and what it is given."""
         return self._forward(self, *inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,12 +31,7 @@ LETTERS = "xabcdefgh"
 
 
 def node(
-    index: int,
-    kind: NodeKind,
-    *inputs: int,
-    signature: str = "",
-    after: tuple[int, ...] = (),
-    is_alone: bool = False,
+    index: int, kind: NodeKind, *inputs: int, signature: str = "", after: tuple[int, ...] = (), is_alone: bool = False
 ) -> Node:
     """Return a node named by a letter."""
     return Node(
@@ -116,36 +112,36 @@ def partition() -> Partition:
     )
 
 
+def changed(items: tuple[Any, ...], index: int, **changes: object) -> tuple[Any, ...]:
+    """Return the items with one of them changed."""
+    return (*items[:index], replace(items[index], **changes), *items[index + 1 :])
+
+
 def with_node(index: int, **changes: object) -> Capture:
     """Return the capture with one node changed."""
-    made = capture()
-    nodes = list(made.nodes)
-    nodes[index] = replace(nodes[index], **changes)  # type: ignore[arg-type]
-    return replace(made, nodes=tuple(nodes))
+    return replace(capture(), nodes=changed(capture().nodes, index, **changes))
 
 
 def with_segment(index: int, **changes: object) -> Partition:
     """Return the partition with one segment changed."""
     made = partition()
-    segments = list(made.graph.segments)
-    segments[index] = replace(segments[index], **changes)  # type: ignore[arg-type]
-    return replace(made, graph=replace(made.graph, segments=tuple(segments)))
+    return replace(made, graph=replace(made.graph, segments=changed(made.graph.segments, index, **changes)))
 
 
 def with_buffer(index: int, **changes: object) -> Partition:
     """Return the partition with one buffer changed."""
     made = partition()
-    buffers = list(made.graph.buffers)
-    buffers[index] = replace(buffers[index], **changes)  # type: ignore[arg-type]
-    return replace(made, graph=replace(made.graph, buffers=tuple(buffers)))
+    return replace(made, graph=replace(made.graph, buffers=changed(made.graph.buffers, index, **changes)))
 
 
 def with_body(index: int, **changes: object) -> Partition:
     """Return the partition with one body changed."""
-    made = partition()
-    bodies = list(made.bodies)
-    bodies[index] = replace(bodies[index], **changes)  # type: ignore[arg-type]
-    return replace(made, bodies=tuple(bodies))
+    return replace(partition(), bodies=changed(partition().bodies, index, **changes))
+
+
+def with_nodes_by_segment(*segments: tuple[int, ...]) -> Partition:
+    """Return the partition with other nodes in its segments."""
+    return replace(partition(), nodes_by_segment=tuple(tuple(map(NodeId, nodes)) for nodes in segments))
 
 
 def test_a_sound_capture_and_partition_pass() -> None:
@@ -175,23 +171,11 @@ def test_a_broken_capture_is_refused(broken: Capture, message: str) -> None:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (
-            replace(partition(), nodes_by_segment=partition().nodes_by_segment[:2]),
-            "expected nodes of 3 segments, got 2",
-        ),
-        (replace(partition(), nodes_by_segment=((NodeId(1),), (NodeId(2),), (NodeId(2), NodeId(4)))), "in no segment"),
-        (
-            replace(partition(), nodes_by_segment=((NodeId(1),), (NodeId(3), NodeId(2)), (NodeId(2), NodeId(4)))),
-            "comes before a node that it reads",
-        ),
-        (
-            replace(partition(), nodes_by_segment=((NodeId(1),), (NodeId(2), NodeId(3)), (NodeId(1), NodeId(4)))),
-            "also in segment 0",
-        ),
-        (
-            replace(partition(), nodes_by_segment=((NodeId(0), NodeId(1)), (NodeId(2), NodeId(3)), (NodeId(4),))),
-            "belongs to no segment",
-        ),
+        (with_nodes_by_segment((1,), (2, 3)), "expected nodes of 3 segments, got 2"),
+        (with_nodes_by_segment((1,), (2,), (2, 4)), "in no segment"),
+        (with_nodes_by_segment((1,), (3, 2), (2, 4)), "comes before a node that it reads"),
+        (with_nodes_by_segment((1,), (2, 3), (1, 4)), "also in segment 0"),
+        (with_nodes_by_segment((0, 1), (2, 3), (4,)), "belongs to no segment"),
         (with_segment(1, id=SegmentId(2)), "expected id 1, got 2"),
         (with_segment(1, name="first"), r"repeated: \['first'\]"),
         (with_segment(1, inputs=(BufferId(1), BufferId(1))), "must not repeat"),

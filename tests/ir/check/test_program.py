@@ -9,12 +9,7 @@ import pytest
 
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import InvariantError
-from apollo_compile.ir import (
-    BufferId,
-    Dependency,
-    SegmentId,
-    check,
-)
+from apollo_compile.ir import BufferId, Dependency, SegmentId, check
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
