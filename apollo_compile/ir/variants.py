@@ -1,4 +1,4 @@
-"""The variants of a graph or of a training step, and the verdict of autotuning, which decides between them."""
+"""The variants of a graph or of a training step, and the verdict of autotuning, which selects one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Variant(enum.StrEnum):
     LISTED = "list schedule"
     """The plan of the best list schedule."""
     PLAN = "plan"
-    NARROW = "plan with two abreast"
-    """On a GPU, of a whole step: another plan, in which at most two segments run at once."""
+    NARROW = "plan with at most two concurrent segments"
+    """A step on a GPU: another plan, in which at most two segments run at once."""
     INDUCTOR = "Inductor"
-    """The whole graph as Inductor compiles it."""
+    """The whole graph, compiled by Inductor."""
     LOOP = "loop over micro-batches"
-    """A step: forward and backward of one micro-batch after the other, as autograd calls them, then the optimizer."""
+    """A step: forward and backward of one micro-batch after the other, called by autograd, then the optimizer."""
     EAGER = "loop in eager"
-    """The same without a compiler."""
+    """A step: `LOOP` without a compiler."""
     TRACED = "Inductor, traced step"
-    """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
+    """A step: forward and backward of all micro-batches in one graph, traced by Dynamo and compiled by Inductor."""
     COMPILED = "torch.compile"
-    """On a GPU: a Dynamo graph as torch.compile makes it, with its CUDA graphs if the mode asks for them."""
+    """A Dynamo graph on a GPU, compiled by torch.compile, with CUDA graphs if the mode asks for them."""
 
 
 OWN_PLANS = (Variant.PLAN, Variant.NARROW)
@@ -51,18 +51,18 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Result of a comparison: the selection that stays, and those it was compared with."""
+    """Result of a comparison: the selected variants, and the selections they were compared with."""
 
     winner: str
     selection: Selection
     standings: tuple[Standing, ...]
     """The winner first, the others by ratio."""
     num_steps: int
-    """Steps of the training loop in which it was measured."""
+    """Number of steps of the training loop in which it was measured."""
     is_remembered: bool = False
-    """Whether those were steps of an earlier process."""
+    """Whether it was measured in an earlier process."""
     prepare_ns: int = field(default=0, compare=False)
-    """How long one of these steps waited in this process for Inductor to compile the whole graphs; 0 if none did."""
+    """Time that a step of this process waited for Inductor to compile the whole graphs; 0 if none did."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a verdict without the standing of its winner, which a damaged file may hold."""
@@ -80,12 +80,12 @@ class Verdict:
 
     @property
     def loop(self) -> str:
-        """Return which training loop it was measured in, in words."""
+        """The training loop in which it was measured, in words."""
         return "an earlier training loop" if self.is_remembered else "the training loop"
 
     @property
     def pause(self) -> str:
-        """Return how long the loop waited for Inductor's compile, as the end of a sentence; empty if it did not."""
+        """The time that the loop waited for Inductor, as the end of a sentence; empty if it did not wait."""
         return f", one of which waited {format_ns(self.prepare_ns)} for Inductor to compile" if self.prepare_ns else ""
 
     def __str__(self) -> str:
