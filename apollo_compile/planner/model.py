@@ -1,4 +1,4 @@
-"""The model of a problem for CP-SAT: variables and constraints.
+"""The CP-SAT model of a problem: variables and constraints.
 
     build_model(problem, kept, makespans) -> Model
 
@@ -62,7 +62,7 @@ class TaskMode:
     mode: Mode
     on: cp_model.BoolVarT
     start: cp_model.IntVar
-    """A variable of its own if the task has several modes and there are atoms; else that of the task."""
+    """Start in this mode: a separate variable if the task has several modes and there are atoms, else the task's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +105,9 @@ def build_model(problem: Problem, kept: Sequence[Sequence[int]], makespans: tupl
     """Return the model with all constraints.
 
     Arguments:
-        problem: what to schedule.
-        kept: modes of every task.
-        makespans: the least and the largest one.
+        problem: the problem.
+        kept: modes of every task that the model has.
+        makespans: the least and the largest makespan.
     """
     model = Model(problem, makespans)
     for modes in kept:

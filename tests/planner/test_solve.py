@@ -214,8 +214,8 @@ def test_a_time_limit_ends_the_search_and_is_reported() -> None:
 @pytest.mark.parametrize(
     ("status", "says"),
     [
-        ("infeasible", "reports that there is no schedule, but one is known; it stays"),
-        ("feasible", "found nothing as short as the known"),
+        ("infeasible", "claims infeasibility, but a valid schedule is known; it is kept"),
+        ("feasible", "returned a longer schedule"),
         ("unknown", None),
         ("invalid", None),
     ],
