@@ -358,7 +358,7 @@ def test_branches_that_win_run_on_lanes(lines: pytest.LogCaptureFixture) -> None
     assert set(loop.ran[-3:]) == {PLAN} and not default.gpu.races
     assert not any(gpu.races for gpu in default.gpu.others.values())
     assert len(list(default.gpu.captures)) == 2, "of the winner's forward and backward"
-    assert " does not run its plan" not in str(report(loop.run))
+    assert " instead of its plan" not in str(report(loop.run))
     again = Default()
     loop = Loop(again, branches)
     loop.settle(times)
