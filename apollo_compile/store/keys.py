@@ -1,8 +1,8 @@
 """Keys of findings and bundles: a key contains everything that its value depends on, and nothing else.
 
-    circumstances(...)                              what findings and bundles depend on besides the graph
+    circumstances(...)                              dependencies of findings and bundles besides the graph
     finding_key(capture, partition, circumstances)  key of a graph's finding
-    choice_key(circumstances, graph)                key of what runs a Dynamo graph on a GPU
+    choice_key(circumstances, graph)                key of the selected variant of a Dynamo graph on a GPU
     bundle_key(circumstances, paths)                key of a Dynamo graph's bundles in AOTAutograd's cache
     digest(parts)                                   hash of a JSON value
 
@@ -27,13 +27,13 @@ from apollo_compile.store.profiles import format_profile
 
 
 def circumstances(*, profile: DeviceProfile, config: Config, machine: Sequence[object], compiler: str) -> str:
-    """Return what findings and bundles depend on besides a graph, as a canonical text.
+    """Return the dependencies of findings and bundles besides the graph, as a canonical text.
 
     Arguments:
-        profile: the profile that plans are made for.
-        config: options of the compile; cache locations and logging do not matter.
-        machine: properties of the machine that matter, as JSON values.
-        compiler: Inductor's settings as a text.
+        profile: profile that plans are made for.
+        config: options of the compile, of which cache locations and logging are ignored.
+        machine: relevant properties of the machine, as JSON values.
+        compiler: Inductor's settings as text.
     """
     parts = [
         apollo_compile.__version__,
@@ -60,7 +60,7 @@ def finding_key(capture: Capture, partition: Partition, circumstances: str) -> s
 
 
 def choice_key(circumstances: str, graph: str) -> str:
-    """Return the key of what runs a Dynamo graph, given as text, under these `circumstances`."""
+    """Return the key of the selected variant of a Dynamo graph, given as text, under these `circumstances`."""
     return digest([circumstances, graph])
 
 
@@ -69,7 +69,7 @@ def bundle_key(circumstances: str, paths: str) -> str:
 
     Arguments:
         circumstances: see `circumstances`.
-        paths: the modules that its nodes come from; segments are cut and named by them.
+        paths: modules that its nodes come from, which determine the segments and their names.
     """
     return digest([_own_code(), circumstances, paths])
 

@@ -1,9 +1,9 @@
-"""What runs a Dynamo graph on a GPU, so that the next process need not compare again.
+"""Selected variants of Dynamo graphs on a GPU, so that the next process need not compare again.
 
     Verdicts(directory).recall(key) -> Choice | None;    keep(key, choice)
 
-`history.py` keeps plans and measurements of the graphs after AOTAutograd. This is about the Dynamo graph that they come
-from, which may run without any of them: as torch.compile makes it.
+`history.py` keeps plans and measurements of the graphs after AOTAutograd. A Dynamo graph may run without any of them,
+compiled by torch.compile.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_FILES = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What runs, and why nothing else was compared with it."""
+    """Result of a comparison, and the reason why it left variants out."""
 
     verdict: Verdict | None
-    """None if nothing was compared."""
+    """Verdict; None if no variants were compared."""
     reason: str = ""
-    """Why the comparison had fewer variants than there are; empty if it had all."""
+    """Reason why the comparison left variants out; empty if it had all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Verdicts:
         """Return a choice; None if there is none, or it is too old or damaged."""
         found = self._store.read(key)
         if found.state is FileState.DAMAGED:
-            _logger.info("what runs a graph is measured anew: %s: %s", self._store.path(key), found.detail)
+            _logger.info("the variants of a graph are compared again: %s: %s", self._store.path(key), found.detail)
         return None if found.content is None else found.content.choice
 
     def keep(self, key: str, choice: Choice) -> None:
@@ -57,4 +57,4 @@ class Verdicts:
         try:
             self._store.write(key, _ChoiceFile(made_at=time.time(), choice=choice))
         except OSError as error:
-            _logger.info("what runs a graph is not kept for the next process: %s", error)
+            _logger.info("the selected variant of a graph is not kept: %s; the next process compares again", error)

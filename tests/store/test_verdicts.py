@@ -37,5 +37,5 @@ def test_what_is_damaged_or_cannot_be_written_costs_a_line(tmp_path: Path, caplo
         assert Verdicts(tmp_path).recall("a") is None
         Verdicts(tmp_path / "file").keep("a", Choice(verdict=VERDICT))
     first, second = caplog.messages
-    assert first.startswith("what runs a graph is measured anew: ")
-    assert second.startswith("what runs a graph is not kept for the next process: ")
+    assert first.startswith("the variants of a graph are compared again: ")
+    assert second.startswith("the selected variant of a graph is not kept: ")
