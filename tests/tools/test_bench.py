@@ -133,7 +133,7 @@ def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
     measurement = measure_children(
         Task(builder="x:y"), children, rounds=1, steps_per_turn=1, warmup=0, pause=lambda seconds: None
     )
-    (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("what ran")]
+    (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("selected variants")]
     assert line.endswith(": apollo: segments in turn, Inductor")
     assert [result["ran"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
 
@@ -203,7 +203,7 @@ def test_a_measurement_says_which_cpu_and_type_it_was_taken_on(tmp_path: Path) -
         pause=lambda seconds: None,
     )
     assert to_json(measurement)["cpu"] == cpu_description()
-    assert f"taken in bfloat16 on {cpu_description()}" in format_measurement(measurement).splitlines()
+    assert f"measured in bfloat16 on {cpu_description()}" in format_measurement(measurement).splitlines()
 
 
 def test_the_best_mode_of_inductor_is_that_of_torch() -> None:
