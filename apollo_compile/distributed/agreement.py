@@ -1,10 +1,10 @@
-"""What the ranks agree on for one graph: libraries for its matmuls, its first plan, and every later plan.
+"""Agreement of ranks for one graph: libraries for its matmuls, its first plan, and every later plan.
 
     Agreement(ranks).enroll(compilation);  Agreement.settle(proposed, own) -> Compilation | None
     Agreement.settle_names(subject, names) -> names
 
-`ranks.py` settles texts under topics; here a text is a list of names, or a plan with the costs that it was made from.
-Note [What ranks agree on] in `ranks.py` says why.
+`ranks.py` settles texts under topics; here a text is a list of names, or a plan with its costs. Note [What ranks agree
+on] in `ranks.py` has the reasons.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from apollo_compile.store.plan_file import fingerprint
 
 @dataclass(eq=False, slots=True)
 class Agreement:
-    """Makes all ranks run the same plans and libraries for one graph."""
+    """Selects the same plans and libraries for one graph on all ranks."""
 
     ranks: Ranks
     topic: str = ""
-    """Topic of the graph, the same on all ranks that compile it."""
+    """Topic of the graph; it is equal on all ranks that compile the graph."""
     num_settled: int = 0
 
     def enroll(self, compilation: Compilation) -> None:
@@ -38,13 +38,13 @@ class Agreement:
     def settle(self, proposed: Compilation | None, own: Compilation, runner: StageRunner) -> Compilation | None:
         """Return the plan that all ranks run from now on.
 
-        None means no new plan: the current one is kept, or, if there is none yet, the graph falls back. A plan that is
+        None means no new plan: the current plan is kept, or, if there is none yet, the graph falls back. A plan that is
         too large for the store is proposed as None.
 
         Arguments:
             proposed: the plan that this rank proposes, or None.
-            own: a compilation of the same segments on this rank, which an agreed plan is applied to.
-            runner: runs the stages behind the plan.
+            own: a compilation of the same segments on this rank, to which an agreed plan is applied.
+            runner: runs the stages after the plan.
 
         Raises:
             RankError: the agreed plan is unknown, or not legal here.

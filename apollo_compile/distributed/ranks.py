@@ -1,6 +1,6 @@
-"""How the ranks of one job agree.
+"""Agreement of the ranks of one job.
 
-    find_ranks() -> Ranks;  Ranks.settle(topic, proposal) -> what the first rank proposed
+    find_ranks() -> Ranks;  Ranks.settle(topic, proposal) -> the proposal of the first rank to arrive
 
 Note [What ranks agree on]
     Plans cannot make ranks deadlock in each other's collectives: every segment with a collective comes after the
@@ -9,38 +9,38 @@ Note [What ranks agree on]
     parameters that tensor parallelism keeps equal on all ranks would drift apart. And a step in which one rank runs its
     plan and another Inductor's code measures neither variant.
 
-    Therefore the ranks settle: the costs and plan of every graph, which library computes its matmuls, every later plan,
-    the selections of a comparison, and the times of each of its rounds. Everything else (which selection is eliminated,
-    which one wins, what the next step runs) is a function of these and of the number of steps, so all ranks switch at
-    the same step.
+    Therefore the ranks settle: the costs and plan of every graph, the libraries of its matmuls, every later plan, the
+    selections of a comparison, and the times of each of its rounds. All other decisions (the eliminated selections, the
+    winner, the variant of the next step) are functions of these and of the number of steps, so all ranks switch at the
+    same step.
 
-    The first rank to arrive decides, by one compare-and-set in the store of the default process group; the others take
-    the value that they find there. No rank ever waits for another, so a graph that one rank compiles and another never
-    sees (a modality absent from its batch) blocks nobody. A vote or an average would need all ranks. Ranks that a
-    collective keeps in step measure about the same, so it hardly matters which one is first.
+    The first rank to arrive decides, by one compare-and-set in the store of the default process group; the other ranks
+    take the value that they find there. No rank waits for another, so a graph that one rank compiles and another never
+    sees (a modality absent from its batch) does not block. A vote or an average would need all ranks. Ranks that are
+    synchronized by collectives measure about the same, so it hardly matters which rank is first.
 
     A topic identifies the segments of the graph, the number of units, and how often the rank has compiled these
     segments (for any number of units); not the graph's position in the program. A rank with other segments (another
     pipeline stage) settles other topics, and decides alone if no other rank has them. After the verdict nothing is
-    settled any more, and so no step talks to the store: with several ranks there is no comparison after a drift.
+    settled, so steps do not access the store: with several ranks there is no comparison after a drift.
 
-    A failure on one rank must not make it run another variant than the others. There are two cases. (1) The rank takes
-    part in the same step, with a proposal that needs nothing from what failed. A rank whose measurements or planning
-    fail proposes to keep the plan, and takes another plan if that was settled. A rank on which Inductor cannot compile
-    a graph proposes a comparison without Inductor: at once, while the others wait for one step before they propose one
-    with it. If every step has a collective, no rank begins the next step before all have begun this one, so the failure
-    is known to all. If a plan is too large for the store, the proposal is that the graph falls back.
-    (2) The rank stops with a `RankError`, now and at every later decision, even if the first error is caught: when the
-    store does not answer, since the decision of the others is unknown; when the settled value is of another version,
-    damaged, not legal for its segments, or cannot be run here; and when anything unforeseen fails in a comparison. The
+    A failure on one rank must not make it run another variant than the other ranks. There are two cases. (1) The rank
+    takes part in the same step, with a proposal that does not need the failed part. A rank whose measurements or
+    planning fail proposes to keep the plan, and takes another plan if that was settled. A rank on which Inductor cannot
+    compile a graph proposes a comparison without Inductor at once, while other ranks wait for one step before they
+    propose one with Inductor. If every step has a collective, no rank begins the next step before all have begun this
+    one, so all ranks know of the failure. If a plan is too large for the store, the proposal is a fallback.
+    (2) The rank stops with a `RankError`, now and at every later decision, even if the first error is caught: if the
+    store does not answer, since the decision of the other ranks is unknown; if the settled value is of another version,
+    damaged, not legal for its segments, or cannot be run on this rank; and if a comparison fails unexpectedly. The
     other ranks notice at the next collective, as with any error on one rank.
 
-    If the process group has no store (a property of its kind, so the same on all ranks), nothing can be settled, and
-    every graph falls back on every rank. If a graph cannot be captured, or its segments cannot be compiled, before it
-    has a topic, it falls back on that rank alone, with a WARNING; its collectives keep their order.
+    If the process group has no store (a property of its kind, so equal on all ranks), nothing can be settled, and every
+    graph falls back on every rank. If a graph cannot be captured, or its segments cannot be compiled, before it has a
+    topic, it falls back on that rank alone, with a WARNING; its collectives keep their order.
 
-A process is one of several ranks as long as its group lives: its measurements are taken beside the other ranks, so they
-are not findings for a single process.
+A process is one of several ranks as long as its group lives: its measurements are disturbed by other ranks, so they are
+not findings for a single process.
 """
 
 from __future__ import annotations
@@ -63,36 +63,36 @@ SAME_EVERYWHERE = "give every rank the same versions of apollo_compile and torch
 
 
 class Store(Protocol):
-    """The interface that is used of a store of torch.distributed."""
+    """The used interface of a store of torch.distributed."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set a key to `desired` if its value is `expected` (empty: no value); return its value afterwards."""
 
 
 class Ranks:
-    """The ranks of a job, as one of them sees them.
+    """The ranks of a job, from the view of one rank.
 
     Arguments:
-        store: the store that they share; None if there is none.
-        is_alone: whether there is only one rank; by default, if there is no store.
+        store: the store that the ranks share; None if there is none.
+        is_alone: whether there is only one rank; None means that there is if there is no store.
     """
 
     def __init__(self, store: Store | None, *, is_alone: bool | None = None) -> None:
         self.is_alone = store is None if is_alone is None else is_alone
         self.can_agree = self.is_alone or store is not None
-        """Whether anything can be settled: not among several ranks without a store."""
+        """Whether values can be settled; several ranks need a store for it."""
         self._store = store
         self._lock = threading.Lock()
         self._num_graphs = 0
         self._times_seen: Counter[str] = Counter()
-        self._has_told = False
+        self._has_logged_difference = False
         self._failure: str | None = None
 
     def fail(self, why: str, remedy: str = SAME_EVERYWHERE) -> RankError:
         """Return the error with which this rank stops; every later `settle` and `check` raises it again."""
         if self._failure is None:
             self._failure = (
-                f"this rank stops, since it cannot run what the other ranks run: {why}; {remedy}, or set "
+                f"this rank stops, since it cannot run the programs of the other ranks: {why}; {remedy}, or set "
                 "APOLLO_DISABLE=1 on all ranks"
             )
         return RankError(self._failure)
@@ -118,17 +118,17 @@ class Ranks:
             number, self._num_graphs = self._num_graphs, self._num_graphs + 1
             self._times_seen[graph] += 1
             topic = f"{graph} on {units}/{self._times_seen[graph]}"
-        if self.settle(f"graph {number}", topic) != topic and not self._has_told:
-            self._has_told = True
+        if self.settle(f"graph {number}", topic) != topic and not self._has_logged_difference:
+            self._has_logged_difference = True
             _logger.info(
-                "%s is not the graph that another rank compiled in its place: ranks decide in common for graphs with "
-                "the same segments on as many cores only, and each for itself about the others",
+                "%s is not the graph that another rank compiled in its place: ranks agree only on graphs with the same "
+                "segments and number of cores, and decide alone about other graphs",
                 name,
             )
         return topic
 
     def settle(self, topic: str, proposal: str) -> str:
-        """Return what the first rank proposed under this topic; on that rank, `proposal`. Never waits for another rank.
+        """Return the first proposal under this topic, which is `proposal` on the first rank. Waits for no other rank.
 
         Raises:
             RankError: the settled value is unknown: the store failed, now or earlier, or another version of this
@@ -143,7 +143,7 @@ class Ranks:
             if len(proposal) > MAX_BYTES:
                 raise ValueError(f"a proposal of {len(proposal)} bytes is too large for the store")
             settled = self._store.compare_set(topic, "", f"{__version__}\n{proposal}").decode()
-        except Exception as error:  # it depends on the kind of store
+        except Exception as error:  # errors depend on the kind of store
             reason = str(error).partition("\n")[0]
             why = f"{topic!r} was not settled with them: {type(error).__name__}: {reason}"
             raise self.fail(why, "start the job again from its last checkpoint") from error
@@ -155,11 +155,11 @@ class Ranks:
 
 _ranks_lock = threading.Lock()
 _ranks: weakref.WeakKeyDictionary[object, Ranks] = weakref.WeakKeyDictionary()
-"""Ranks by default process group, of which there is one at a time; guarded by `_ranks_lock`."""
+"""Ranks by default process group; guarded by `_ranks_lock`."""
 
 
 def find_ranks() -> Ranks:
-    """Return the ranks of the default process group; the same object as long as that group lives."""
+    """Return the ranks of the default process group, the same object as long as that group lives."""
     import torch.distributed as dist  # reports import this file indirectly, and must work without torch
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -177,7 +177,7 @@ def _open_store(group: Any) -> Store | None:
     try:  # a separate connection, so that its errors do not affect the process group
         store: Store = dist.PrefixStore("apollo_compile", group.get_group_store().clone())  # type: ignore[attr-defined]
         return store
-    except dist.DistError as error:  # other ranks may have reached it
+    except dist.DistError as error:  # other ranks may have reached the store
         raise RankError(f"this rank stops, since it cannot reach the store of its process group: {error}") from error
     except Exception as error:  # a group without a store, or a store that cannot be cloned
         _logger.warning(
