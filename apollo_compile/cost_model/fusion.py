@@ -18,7 +18,7 @@ attention, sorts and scatters are calls or loops of their own. So a segment is c
    workspace.
 
 Work = flops of all nodes, bytes of these reads and writes, and one kernel per group of fusible nodes; an unfusible node
-launches the kernels of its formula. `Work.parts` lists the kernels, and what each reads from outside the segment.
+launches the kernels of its formula. `Work.parts` lists the kernels, with the bytes that each reads from outside.
 
 The approximation is that a group is one kernel. That holds for Inductor's C++ backend, which puts loops that follow one
 another into one function, where the second loop still finds its data in the cache. Triton makes a kernel per loop, so a

@@ -122,7 +122,7 @@ class NodeKind(enum.StrEnum):
     COMPUTE = "compute"
     """Work to place on a lane; belongs to exactly one segment."""
     PROJECTION = "projection"
-    """One output of a node that has several; always stays in that node's segment."""
+    """Projection of one output of a node that has several; it always stays in that node's segment."""
     CHEAP = "cheap"
     """A view, a constant factory or index arithmetic: may be cloned into every segment that uses it."""
 
@@ -139,7 +139,7 @@ class Node:
     inputs: tuple[NodeId, ...]
     """Nodes whose values this one reads, without repeats, in order of the arguments; `sizes` are not among them."""
     sizes: tuple[NodeId, ...] = ()
-    """Graph inputs that are sizes and that this node, its shape or the shape of what it reads depends on, ascending."""
+    """Graph inputs that are sizes and that this node, its shape or its inputs' shapes depend on, ascending."""
     after: tuple[NodeId, ...] = ()
     """Nodes that must run earlier for another reason than data: random draws, mutation, side effects."""
     is_collective: bool = False
@@ -169,7 +169,7 @@ class Capture:
     role: Role
     nodes: tuple[Node, ...]
     outputs: tuple[NodeId | None, ...]
-    """What the graph returns, in order; None where it returns None."""
+    """Outputs of the graph, in order; None where it returns None."""
     without_formula: tuple[str, ...] = ()
     """Operators whose work is their bytes alone, sorted."""
     sizes: tuple[tuple[str, int], ...] = ()
@@ -271,7 +271,7 @@ class Partition:
 
 
 class CostSource(enum.StrEnum):
-    """Where a duration comes from."""
+    """Source of a duration."""
 
     FORMULA = "formula"
     SCALED = "scaled"
@@ -341,7 +341,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Where and when one segment runs."""
+    """Lane, quota and time of one segment."""
 
     segment: SegmentId
     lane: LaneId
@@ -383,13 +383,13 @@ class Plan:
     """Predicted makespan of the serial plan."""
     lower_bound_ns: int
     candidates: tuple[Candidate, ...] = ()
-    """In the order in which the planner considered them."""
+    """Candidates, in the order in which the planner considered them."""
     seed: int = 0
     solver: str | None = None
     """Name and version of the solver; None if only heuristics ran."""
     memory_quota: int | None = None
     """Bytes that buffers made by the graph may take at any instant; None is no limit. To keep it, a segment waits for
-    all segments that end before its start in the plan, whatever the durations turn out to be."""
+    all segments that end before its start in the plan, even if actual durations differ."""
     stopped_early: bool = False
     """Whether a time limit ended the search, so that a faster machine could find another plan."""
     pinned: bool = False
@@ -535,7 +535,7 @@ class Trace:
 
     spans: tuple[Span, ...] = ()
     duration_ns: int = 0
-    """From the call of the runtime to its return."""
+    """Time from the call of the runtime to its return."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

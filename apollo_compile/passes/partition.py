@@ -255,7 +255,7 @@ def _label_clusters(capture: Capture, clusters: _Clusters) -> list[str]:
 def _label_updates(clusters: _Clusters, labels: list[str]) -> tuple[list[str], list[bool]]:
     """Label the updates of every layer of a whole step, and return labels and whether a cluster belongs to updates.
 
-    An update follows the backward of a single layer, by whatever micro-batch, and no layer waits for it.
+    An update follows the backward of a single layer, for any micro-batches, and no layer waits for it.
     """
     layers: list[set[str]] = []
     """Per cluster, the nearest layers on the paths that lead to it."""

@@ -40,7 +40,7 @@ COMPLETE_SUBSOLVER = "reduced_costs"
 """Subsolver that is added with several workers: the best one in our tests on published instances."""
 
 RESTART_S = 3.0
-"""With several workers, the time until the first restart with another seed."""
+"""Time until the first restart with another seed, with several workers."""
 
 Status = Literal["optimal", "feasible", "unknown", "infeasible", "invalid"]
 

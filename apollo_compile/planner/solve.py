@@ -52,7 +52,7 @@ from apollo_compile.planner.simulate import Execution, Simulator, execute, seria
 logger = logging.getLogger(__name__)
 
 MAX_SOLVER_TASKS = 40
-"""With more tasks, CP-SAT runs only if nothing else finds a valid schedule, or without lanes."""
+"""Largest number of tasks for which CP-SAT always runs; with more, it runs without lanes, or if it is needed."""
 MAX_TASKS_SOLVED_FIRST = 16
 MAX_TASKS_FOR_SECOND_BOUND = 100
 MAX_STARTS = 3
@@ -74,7 +74,7 @@ BOUND_SHARE = 0.5
 MAX_WORKERS = 8
 """Threads of the solver where effort is not fixed: its portfolio has about as many distinct searches."""
 LEAST_TIME_S = 0.02
-"""With less time left, no further stage begins."""
+"""Least remaining time for a further stage to begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

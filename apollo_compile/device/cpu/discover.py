@@ -3,8 +3,8 @@
     discover_profile(units, cache_dir=...) -> DeviceProfile
 
 Without a calibrated profile, a quick measurement on one thread (a matmul and a vector addition, about 50 ms) scales the
-packaged profile, and the result is cached. It uses one thread, because a second OpenMP thread team beside the caller's
-slows every later parallel region. Another process on the core makes the device look slow, so a round counts as
+packaged profile, and the result is cached. It uses one thread, because a second OpenMP thread team slows every later
+parallel region. Another process on the core makes the device look slow, so a round counts as
 disturbed if the thread got less CPU time than it could use; a disturbed result is used, but not cached.
 
 For a file that is damaged, or was measured on another machine, one WARNING is logged, and the scaled default is used.
