@@ -93,7 +93,7 @@ class Effort:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class SolutionCandidate:
     """A valid schedule that was considered."""
 
     name: str
@@ -112,7 +112,7 @@ class Solution:
     """No valid schedule is shorter, with or without interference."""
     proof: Literal["bound", "solver"] | None
     """Source of the claim that no schedule is shorter without interference; None if there is no such claim."""
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[SolutionCandidate, ...]
     """Candidates, in the order in which they were considered."""
     chosen: int
     """Index of the candidate that was chosen."""
@@ -122,11 +122,6 @@ class Solution:
     seed: int
     solver: str | None
     """Name and version of the solver; None if it did not run."""
-
-    @property
-    def is_optimal(self) -> bool:
-        """Whether the bound or the solver claims that no schedule is shorter without interference."""
-        return self.proof is not None
 
 
 def solve(problem: Problem, effort: Effort) -> Solution:
@@ -232,7 +227,7 @@ class _Search:
             bound=self.bound,
             proof="bound" if makespan == self.bound else "solver" if makespan == self.solver_optimum else None,
             candidates=tuple(
-                Candidate(name=found.name, makespan=found.schedule.makespan, executed=found.execution.makespan)
+                SolutionCandidate(name=found.name, makespan=found.schedule.makespan, executed=found.execution.makespan)
                 for found in self.found
             ),
             chosen=chosen,
