@@ -30,10 +30,9 @@ def report(
 
     Arguments:
         model: a module, a function or a method, compiled or original. Graphs of a module are found by the parameters
-        and
-            buffers that they read; graphs of a function, or of a module without parameters and buffers, by its code.
-            For a step of `compile_step`, its programs are reported. None reports all live compiled models, as needed
-            for FSDP2, where graphs read gathered copies of parameters.
+            and buffers that they read; graphs of a function, or of a module without parameters and buffers, by its
+            code. For a step of `compile_step`, its programs are reported. None reports all live compiled models, as
+            needed for FSDP2, where graphs read gathered copies of parameters.
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
 

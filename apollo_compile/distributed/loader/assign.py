@@ -14,9 +14,8 @@ sample moves.
 1. Greedy: by descending cost, each sample goes where the same sum with exponent 2 grows least. This pairs samples that
    are heavy in different phases, and is longest-first if there is one phase.
 2. Refine: take the bin with the largest part of the sum, and make the best of all moves of one of its samples to
-another
-   bin and of all swaps with a sample of another bin; repeat while that helps. On 2 to 8 ranks with 8 samples each,
-   refining the other bins gained less than 1 % more, and took several times as long.
+   another bin and of all swaps with a sample of another bin; repeat while that helps. On 2 to 8 ranks with 8 samples
+   each, refining the other bins gained less than 1 % more, and took several times as long.
 
 This is vector scheduling, which is NP-hard; Chekuri and Khanna, "On multidimensional packing problems", SIAM J. Comput.
 33(4), 2004, https://doi.org/10.1137/S0097539799356265. All steps are independent, so many are computed at once.

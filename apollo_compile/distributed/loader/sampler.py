@@ -47,8 +47,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         shuffle: whether the order is random and different in every epoch.
         seed: seed of the order; it must be equal on every rank.
         drop_last: drop the samples that do not fill a whole step. Otherwise the last step has fewer samples; if they
-        are
-            fewer than micro-batches, the first samples of the epoch are repeated, as in `DistributedSampler`.
+            are fewer than micro-batches, the first samples of the epoch are repeated, as in `DistributedSampler`.
 
     Raises:
         SampleError: a cost is negative or not a finite number.
