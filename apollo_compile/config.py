@@ -1,4 +1,4 @@
-"""The one configuration tree; the only file that reads the environment.
+"""The configuration; no other file reads the environment.
 
 Options of `torch.compile(m, backend="apollo", options={...})` override the environment, which overrides defaults.
 Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"plan": {"planner": "serial"}}`. The
@@ -14,9 +14,9 @@ prefix `inductor.` is for Inductor's own options, `{"inductor.max_autotune": Tru
 | APOLLO_PLAN      | `plan.file`       | plan file, or a directory that `debug.dump` wrote: run these plans |
 | APOLLO_PROFILE   | `device.profile`  | device profile to use instead of this machine's: a path or a packaged name |
 
-Yes or no is 1 or 0, true or false, yes or no, in any case. An empty variable counts as not set, and an unknown one that
-begins with APOLLO_ gets a WARNING. The default of `device.cache` follows XDG_CACHE_HOME. CUDA's own variables are only
-read to be reported. LOCAL_RANK and LOCAL_WORLD_SIZE, which launchers set, tell how many processes share the machine.
+Flags are 1 or 0, true or false, yes or no, in any case. An empty variable counts as not set; an unknown variable that
+begins with APOLLO_ gets a WARNING. The default of `device.cache` follows XDG_CACHE_HOME. CUDA's own variables are read
+only to report them. LOCAL_RANK and LOCAL_WORLD_SIZE, which launchers set, give the ranks that share the machine.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionConfig:
-    """How the FX graph is cut."""
+    """Options of the partition."""
 
     granularity: Literal["layer", "module"] = "layer"
-    """Where segments end: at every layer, or only where branches fork and join."""
+    """Boundaries of segments: at every layer, or only where branches fork and join."""
     weight_gradients: Literal["auto", "together", "apart"] = "auto"
     """Whether the matmuls of a layer's weight gradients are a separate segment, which no other segment waits for;
     `auto` separates them if that shortens the predicted plan."""
@@ -55,18 +55,18 @@ class PartitionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """How segments are placed."""
+    """Options of planning and autotuning."""
 
     planner: Literal["cp_sat", "greedy", "serial"] = "cp_sat"
     """`cp_sat` searches with heuristics, then with the solver; `greedy` uses heuristics only; `serial` runs all
     segments on one lane in graph order. The serial plan is always considered."""
     min_gain: float = 0.02
-    """Least predicted gain over the serial plan; below it, the serial plan is taken. 0.02 is 2%."""
+    """Least predicted gain over the serial plan; below it, the serial plan is used. 0.02 is 2%."""
     time_limit_s: float = 2.0
     """Seconds per graph after which the search ends with its best plan."""
     fixed_effort: bool = True
-    """Limit the search by work instead of time, on one core: the same graph and costs give the same plan on every
-    machine. False uses the time limit, with the solver on up to eight cores."""
+    """Limit the search by work instead of time, on one core, so that the same graph and costs give the same plan on
+    every machine. False uses the time limit, with the solver on up to eight cores."""
     seed: int = 0
     """Seed of the random moves and of the solver."""
     memory_quota: int | None = None
@@ -80,44 +80,43 @@ class PlanConfig:
     `torch.use_deterministic_algorithms(True)`, the plan always runs; deterministic algorithms also switch off
     `replan`."""
     compile_share: float = 0.05
-    """Largest share of the training time that compiling something more, to be compared, may take: with 0.05, it begins
-    once the loop has run for twenty times as long as the compile will take. A large number compares at once."""
+    """Largest share of the training time for compiling further variants to compare: with 0.05, a compile begins once
+    the loop has run for twenty times as long as the compile will take. A large number compares at once."""
     remember: bool = True
     """Keep plan and verdict of the first steps in `device.cache`, and compiled graphs in AOTAutograd's cache, and reuse
     them in later processes."""
     file: Path | None = None
-    """A plan file, or a directory that `debug.dump` wrote, with the lanes and order to use."""
+    """Plan file, or directory written by `debug.dump`, with the lanes and order to use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
-    """How bodies are compiled and run."""
+    """Options of compiling and running bodies."""
 
     bodies: Literal["native", "python", "eager"] = "native"
-    """How segments run: compiled with Inductor's C++ wrapper, so that lanes run without the GIL; compiled with its
-    Python wrapper; or interpreted, to tell compiler bugs from planner bugs."""
+    """Code of bodies: compiled with Inductor's C++ wrapper, so that lanes run without the GIL; compiled with its Python
+    wrapper; or interpreted, to distinguish compiler bugs from planner bugs."""
     recompute_masks: bool = True
     """Recompute boolean masks and other cheap values in the backward instead of saving them."""
     onednn: bool = True
-    """On a CPU, let oneDNN compute float32 matmuls that it was measured to be faster at than BLAS."""
+    """On a CPU, use oneDNN for the float32 matmuls for which it was measured to be faster than BLAS."""
     keep_memory: bool = True
-    """Keep freed memory in the process, for all lanes (glibc's mallopt), which saves thousands of page faults per
-    step."""
+    """Keep freed memory in the process (glibc's mallopt), which saves thousands of page faults per step."""
     park_team: bool = True
     """Make the caller's OpenMP workers sleep instead of spin while lanes run."""
     isolation: bool = False
-    """On a GPU, hold lanes to the SMs that the plan gives them, by green contexts; with False, lanes are plain streams,
-    which keep the order of the plan. On a CPU, lanes are always threads that are pinned to their cores."""
+    """On a GPU, restrict lanes to their planned SMs by green contexts; with False, lanes are plain streams, which keep
+    the order of the plan. On a CPU, lanes are always threads that are pinned to their cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConfig:
-    """The device that is compiled for."""
+    """Options of the device."""
 
     profile: Path | None = None
-    """A device profile to use; None measures this machine once and keeps the result in `cache`."""
+    """Device profile to use; None measures this machine once and keeps the result in `cache`."""
     cache: Path | None = None
-    """Directory of measured profiles and of findings of earlier runs; None is the user's cache directory."""
+    """Directory of measured profiles and of findings of earlier processes; None is the user's cache directory."""
     units: int | None = None
     """Cores to use; None is every core that torch uses, divided among local ranks, and limited by control groups."""
     cuda_lanes: bool = True
@@ -143,18 +142,18 @@ class Config:
     """All options of a compile."""
 
     disable: bool = False
-    """Let every graph fall back to Inductor."""
+    """Make every graph fall back to Inductor."""
     mode: str | None = None
-    """A mode of Inductor, such as `max-autotune-no-cudagraphs`, for use with other options: `torch.compile` takes
-    either a mode or options."""
+    """Mode of Inductor, such as `max-autotune-no-cudagraphs`, for use with other options: `torch.compile` takes either
+    a mode or options."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of Inductor by their names in `torch._inductor.config`, as `{"inductor.max_autotune": True}`: for bodies
-    of segments and for fallbacks. They override those of the mode."""
+    """Settings of Inductor by their names in `torch._inductor.config`, as `{"inductor.max_autotune": True}`, for bodies
+    of segments and for fallbacks. They override the settings of the mode."""
 
 
 _VARIABLES = {
@@ -184,10 +183,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 _REMOVED = {
     "plan.late_share": "code is tuned from the start with mode='max-autotune', and not late in a run",
 }
-"""Options of earlier versions, and what there is instead."""
+"""Removed options, with their replacements."""
 
 _INDUCTOR = "inductor"
-"""The group of Inductor's options, which Inductor checks."""
+"""Group of Inductor's options, which Inductor checks."""
 
 _FLAG_OPTIONS = ("disable", "device.cuda_lanes")
 """Options that a variable sets to yes or no."""
@@ -228,7 +227,7 @@ def cuda_connections() -> str | None:
 
 
 def environment_of_one_process() -> dict[str, str]:
-    """Return the environment without what launchers tell a rank: for a process that belongs to no job."""
+    """Return the environment without the variables that launchers set for ranks, for a process outside the job."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
 
 
@@ -244,7 +243,7 @@ _RANK_VARIABLES = (
     "PMI",
     "SLURM_",
 )
-"""How the variables of torchrun, MPI and Slurm begin."""
+"""Prefixes of the variables of torchrun, MPI and Slurm."""
 
 
 def local_rank() -> tuple[int, int]:
@@ -316,7 +315,7 @@ def _set(tree: Any, path: list[str], value: Any, origin: str, prefix: str = "") 
         first = next(_names(hints[name], f"{prefix}{name}."))
         raise ConfigError(f"{origin} has value {value!r}; {prefix}{name} expects options such as {first}")
     if name in hints and rest and not is_group:
-        raise ConfigError(f"unknown {origin}: {prefix}{name} expects a value, and no mapping of options")
+        raise ConfigError(f"unknown {origin}: {prefix}{name} expects a value, not a mapping of options")
     if name not in hints:
         full = ".".join([*filter(None, prefix.split(".")), *path])
         if full in _REMOVED:
@@ -329,7 +328,7 @@ def _set(tree: Any, path: list[str], value: Any, origin: str, prefix: str = "") 
 
 
 def _guess(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question for the known name that is most like an unknown one; empty if none is."""
+    """Return a question with the known name that is most similar to an unknown one; empty if none is similar."""
     similar = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f", did you mean {similar[0]}?" if similar else ""
 
@@ -340,7 +339,7 @@ def _warn_of_variable(variable: str) -> None:
     _logger.warning(
         "environment variable %s is ignored%s; known variables: %s",
         variable,
-        _guess(variable, _VARIABLES, cutoff=0.8),  # all of them begin alike
+        _guess(variable, _VARIABLES, cutoff=0.8),  # all of them have the same prefix
         ", ".join(_VARIABLES),
     )
 
@@ -354,7 +353,8 @@ def _read_flag(text: str, origin: str) -> bool:
 def _check_plan_file(name: str, value: Any, origin: str) -> None:
     if name == "plan.file" and value is not None and not Path(value).exists():
         raise ConfigError(
-            f"{origin} is {str(value)!r}, where nothing is; expected a plan.json, or a directory that debug.dump wrote"
+            f"{origin} is {str(value)!r}, which does not exist; expected a plan.json, or a directory written by "
+            "debug.dump"
         )
 
 

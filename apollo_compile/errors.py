@@ -1,28 +1,30 @@
-"""Every exception of the package.
+"""The exceptions of the package.
 
 ApolloError
 |-- ConfigError            an option or environment variable is unknown or has a wrong value
 |-- UnsupportedGraphError  a graph cannot run in segments, so it falls back to Inductor
 |-- PlanFileError          a plan file cannot be read, or is for another graph or device
-|-- ReportFileError        a file is not a report
+|-- ReportFileError        a text or file is not a report
 |-- InfeasiblePlanError    no plan meets the memory quota
-|-- CudaError              a CUDA driver call failed, or the driver lacks what lanes need
-|-- RankError              this rank cannot run what the ranks of its job agreed on, so it stops
+|-- CudaError              a CUDA driver call failed, or the driver does not support lanes
+|-- NotReplayedError       a program that runs only as a CUDA graph cannot be replayed now
+|-- CaptureError           a CUDA graph could not be captured
+|-- RankError              this rank cannot run the plans that the ranks of its job agreed on, so it stops
 |-- PipelinePlanError      a pipeline or its plan cannot run, or breaks a limit
 |-- MemoryQuotaError       a lane took more memory than its quota
 |-- SampleError            the size or cost of a sample is missing or unusable
 |-- TargetError            a model or its inputs cannot be built or traced
-|-- InvariantError         a product is not legal: a bug of ours, found by the check after a stage
+|-- InvariantError         a product failed the check after its stage, which is a defect of this package
 `-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
 
-A message says what failed, what was expected and found, where, and what to do.
+A message has the failure, the expected and the found value, the place and the remedy.
 """
 
 from __future__ import annotations
 
 
 class ApolloError(Exception):
-    """Base of every exception that apollo_compile raises itself."""
+    """Base of all exceptions of apollo_compile."""
 
 
 class ConfigError(ApolloError, ValueError):
@@ -30,7 +32,7 @@ class ConfigError(ApolloError, ValueError):
 
 
 class UnsupportedGraphError(ApolloError):
-    """A graph has something that segments cannot express; the message says what and where."""
+    """Segments cannot run a graph; the message names the node and the reason."""
 
 
 class PlanFileError(ApolloError, ValueError):
@@ -42,23 +44,23 @@ class ReportFileError(ApolloError, ValueError):
 
 
 class InfeasiblePlanError(ApolloError):
-    """No schedule meets all limits; the message says which limit fails and what needs most."""
+    """No schedule keeps all limits; the message names the limit and the segment that needs most."""
 
 
 class CudaError(ApolloError, RuntimeError):
-    """A CUDA driver call failed, or the driver is missing or too old; the message says which call and what to do."""
+    """A CUDA driver call failed, or the driver is missing or too old; the message names the call and the remedy."""
 
 
 class NotReplayedError(ApolloError):
-    """A program that only runs as a CUDA graph cannot be replayed now, and nothing has run; the message says why."""
+    """A program that runs only as a CUDA graph cannot be replayed, and nothing has run; the message has the reason."""
 
 
 class CaptureError(ApolloError, RuntimeError):
-    """A CUDA graph could not be captured, and nothing has run; the message says what failed."""
+    """A CUDA graph could not be captured, and nothing has run; the message names the failure."""
 
 
 class RankError(ApolloError, RuntimeError):
-    """This rank cannot obtain or run what the ranks of its job agreed on; the message says what differs."""
+    """This rank cannot obtain or run the plans that the ranks of its job agreed on; the message has the reason."""
 
 
 class PipelinePlanError(ApolloError, ValueError):
@@ -74,7 +76,7 @@ class SampleError(ApolloError, ValueError):
 
 
 class TargetError(ApolloError):
-    """A model and its inputs cannot be built, copied or traced; the message says which and why."""
+    """A model or its inputs cannot be built, copied or traced; the message has the reason."""
 
 
 class InvariantError(ApolloError):

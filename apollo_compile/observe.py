@@ -1,11 +1,11 @@
-"""Run the stages of a compile: call, time, check, dump.
+"""Run the stages of a compile: call, time, check and dump them.
 
     StageRunner(dump_dir).run("plan", make_plan, graph, costs, lanes=lanes, check=..., text=...) -> product
 
 The runner is independent of the stages. The check and the text form take only the product; the caller binds other
 arguments. A dump directory gets one file per stage, `{number:02d}_{stage}.txt`, in the order of the calls. Dumps
-contain no timings, so two compiles of the same graph give the same files; `timings` has them. If a dump cannot be
-written, there is one WARNING and no further dump: a full disk must not fail the compile.
+contain no timings, so two compiles of the same graph give the same files; `timings` has the timings. If a dump cannot
+be written, one WARNING is logged and nothing more is dumped, so that a full disk does not fail the compile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StageRunner:
 
     def __init__(self, dump_dir: Path | None = None) -> None:
         self.timings: list[tuple[str, int]] = []
-        """Stage and nanoseconds, checks and dumps excluded, in the order of the calls."""
+        """(stage, nanoseconds without check and dump), in the order of the calls."""
         self._dump_dir = dump_dir
 
     def run(
@@ -50,12 +50,12 @@ class StageRunner:
         text: Callable[[_Product], str] | None = None,
         **options: object,
     ) -> _Product:
-        """Return `function(*args, **options)`, checked and dumped.
+        """Call a stage, check and dump its product, and return it.
 
-        A product that fails its check is dumped as well, if its text form can be made.
+        A product that fails its check is also dumped, if its text form can be made.
 
         Raises:
-            InvariantError: the check found the product illegal.
+            InvariantError: the product failed its check.
         """
         begin = time.perf_counter_ns()
         product = function(*args, **options)

@@ -1,4 +1,4 @@
-"""The compiler, top to bottom: the stages that one FX graph goes through.
+"""The compiler's pipeline: the stages of one FX graph.
 
     capture -> partition -> cost -> plan -> sync -> memory -> emit
 
@@ -47,8 +47,8 @@ _logger = logging.getLogger(__name__)
 
 MIN_SEPARATION_GAIN = 0.15
 """Share of a plan's predicted time that separate segments for weight gradients must save. Fusion ends at segment
-borders, and a second core is used better within a matmul than the formulas predict: on two cores, backwards predicted
-to take 2 to 20 % less took between 4 % more and 9 % less, with the same fastest steps."""
+boundaries, and matmuls use a second core better than the formulas predict: on two cores, backwards predicted to take 2
+to 20 % less took between 4 % more and 9 % less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +59,9 @@ class Compilation:
     partition: Partition
     profile: DeviceProfile
     observations: Observations
-    """Measurements that it was planned with."""
+    """Measurements that the plan was made from."""
     finding: Finding | None = None
-    """The finding of an earlier process, if the plan comes from there."""
+    """Finding of an earlier process that has the plan; None if the plan was made in this process."""
     costs: CostTable
     plan: Plan
     syncs: SyncPlan
@@ -70,7 +70,7 @@ class Compilation:
 
 
 def rename(compilation: Compilation, name: str) -> Compilation:
-    """Return the same products for a graph of another name."""
+    """Return the products with another name of the graph."""
     partition = compilation.partition
     return replace(
         compilation,
@@ -82,7 +82,7 @@ def rename(compilation: Compilation, name: str) -> Compilation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A plan with its costs: what one rank needs to run the plan of another."""
+    """A plan with its costs, with which a rank can run the plan of another."""
 
     costs: CostTable
     plan: Plan
@@ -93,7 +93,8 @@ def partition_capture(
 ) -> Partition:
     """Run the stage partition on a capture.
 
-    With several ranks (`is_alone` false), the partition does not depend on the profile, so that all ranks cut alike.
+    With several ranks (`is_alone` is False), the partition does not depend on the profile, so that all ranks make the
+    same one.
     """
     partition: Partition = runner.run(
         "partition",
@@ -116,7 +117,7 @@ def compile_partition(
     config: Config,
     runner: StageRunner,
 ) -> Compilation:
-    """Run the stages after partition: on the plan of an earlier process if there is one and it is legal, else anew.
+    """Run the stages after partition, with the plan of an earlier process if there is one and it is legal.
 
     Raises:
         InfeasiblePlanError: no plan meets the memory quota.
@@ -132,9 +133,9 @@ def compile_partition(
 
 
 def _is_better(graph: SegmentGraph, other: SegmentGraph, *, profile: DeviceProfile, config: Config) -> bool:
-    """Return whether `graph` is the better partition: the plan file fits it, or its plan is predicted clearly shorter.
+    """Return whether `graph` is the better partition: the plan file fits it, or its predicted time is clearly shorter.
 
-    It has more segments than `other`, which may take more memory, so it is not chosen with a memory quota.
+    It has more segments than `other` and may take more memory, so the result is False with a memory quota.
     """
     lanes = profile.lanes
     if config.plan.file is not None:
@@ -158,10 +159,10 @@ def _fits(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> bool:
 def compile_finding(
     capture: Capture, partition: Partition, finding: Finding, *, profile: DeviceProfile, runner: StageRunner
 ) -> Compilation | None:
-    """Run the stages after the plan on the plan of an earlier process; None if it is not legal for these segments."""
+    """Run the stages after the plan on a finding's plan; return None if it is not legal for these segments."""
     graph = partition.graph
     try:
-        check_fits(finding.plan, graph, profile.lanes, "the plan of an earlier run")
+        check_fits(finding.plan, graph, profile.lanes, "the plan of an earlier process")
         costs = _run_cost(graph, profile, finding.observations, runner)
         plan = runner.run(
             "plan",
@@ -173,7 +174,7 @@ def compile_finding(
             capture, partition, finding.observations, costs, plan, profile=profile, runner=runner
         )
     except (InvariantError, PlanFileError) as error:
-        _logger.info("%s is planned anew: %s", capture.name, error)
+        _logger.info("%s is planned again: %s", capture.name, error)
         return None
     return replace(compilation, finding=finding)
 
@@ -206,7 +207,7 @@ def plan_partition(
 ) -> Compilation:
     """Run the stages from cost to program on a partition.
 
-    In a plan that `is_narrow`, at most two segments run at once; a `pinned` plan keeps its lanes and order.
+    With `is_narrow`, at most two segments run at once; a `pinned` plan keeps its lanes and order.
     """
     graph = partition.graph
     costs = _run_cost(graph, profile, observations, runner)
@@ -295,7 +296,7 @@ def adopt_decision(own: Compilation, decision: Decision, *, runner: StageRunner)
     if decision.plan.lanes != lanes:
         raise PlanFileError(
             f"the plan of another rank is for lanes with {[len(lane.units) for lane in decision.plan.lanes]} units; "
-            f"this rank has lanes with {[len(lane.units) for lane in lanes]}: give every rank as many cores"
+            f"this rank has lanes with {[len(lane.units) for lane in lanes]}: give every rank the same number of cores"
         )
     check.check_costs(decision.costs, graph)
     check.check_plan(decision.plan, graph, decision.costs)
@@ -318,5 +319,5 @@ def _load_pinned_plan(graph: SegmentGraph, lanes: tuple[Lane, ...], config: Conf
     except PlanFileError as error:
         if config.debug.strict:
             raise
-        _logger.warning("%s; planning %s anew", error, graph.name)
+        _logger.warning("%s; planning %s without it", error, graph.name)
         return None

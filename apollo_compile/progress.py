@@ -1,14 +1,14 @@
-"""Progress of a compile for a user who waits for it.
+"""Progress of a long compile.
 
     with Progress("compiling 0/0 forward") as progress:
         progress.at("body", 5, 14)
 
 A compile that takes longer than `PATIENCE_S` shows a bar if standard error is a terminal and logging is not configured.
 Otherwise it logs a line for each phase and every `PATIENCE_S`: `compiling 0/0 forward: body 5 of 14 after 10 s of about
-60 s`, with the second time where it is known. The level is INFO, since nothing is wrong; but the line must be seen by
-default, so it goes to standard error if logging is not configured, and to the configured handlers otherwise. A level
-above INFO on the package's or this file's logger switches both off, as `APOLLO_LOG=WARNING` does. Local ranks mostly
-compile the same, so only the first one shows anything.
+60 s`, with the second time if it is known. The level is INFO, but the line must be visible by default, so it goes to
+standard error if logging is not configured, and to the configured handlers otherwise. A level above INFO on the
+package's or this file's logger disables both, as `APOLLO_LOG=WARNING` does. Local ranks mostly compile the same graphs,
+so only the first one shows progress.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PATIENCE_S = 10.0
 
 
 class Progress:
-    """Tracks the phase of one compile, and shows it if the compile takes long; a thread checks that.
+    """Tracks the phase of one compile, and shows it if the compile takes long; a thread checks the time.
 
     Arguments:
         what: description of the compile, for the line.
-        expected_ns: approximate time that it takes; 0 if that is not known.
+        expected_ns: expected duration; 0 if unknown.
         clock: returns seconds.
     """
 
@@ -44,9 +44,9 @@ class Progress:
         self._begin = clock()
         self._phase: str | None = None
         self._number = self._count = 0
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
         self._bar: Any = None
-        self._told_s = self._begin
+        self._shown_s = self._begin
         """Time of the latest line."""
         self._lock = threading.Lock()
         """Guards the phase, the phases that were logged, and the bar."""
@@ -54,7 +54,7 @@ class Progress:
         self._watcher = threading.Thread(target=self._watch, name="apollo-progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        """Start the thread that looks."""
+        """Start the thread that checks the time."""
         with contextlib.suppress(RuntimeError):  # if no thread can be started, `at` checks the time
             self._watcher.start()
         return self
@@ -69,13 +69,13 @@ class Progress:
                 self._bar = None
 
     def at(self, phase: str, number: int = 0, count: int = 0) -> None:
-        """Record the current phase, and the number of the step and of all steps, if known."""
+        """Set the current phase, with the number of its step and of all its steps, if known."""
         with self._lock:
             self._phase, self._number, self._count = phase, number, count
         self.look()
 
     def look(self) -> None:
-        """Show the phase, if the compile has taken long: on the bar, or in a line if it has none, or no recent one."""
+        """Show the phase if the compile takes long: on the bar, or in a line if the phase has no recent line."""
         with self._lock:
             now_s = self._clock()
             elapsed_s = now_s - self._begin
@@ -83,9 +83,9 @@ class Progress:
                 return
             if self._bar is not None or _has_terminal():
                 self._draw(f"{self._what}: {self._phase}")
-            elif self._phase not in self._told or now_s - self._told_s >= PATIENCE_S:
-                self._told.add(self._phase)
-                self._told_s = now_s
+            elif self._phase not in self._shown or now_s - self._shown_s >= PATIENCE_S:
+                self._shown.add(self._phase)
+                self._shown_s = now_s
                 step = f" {self._number} of {self._count}" if self._count else ""
                 of = f" of about {self._expected_s:.0f} s" if elapsed_s < self._expected_s else ""
                 _tell(f"{self._what}: {self._phase}{step} after {elapsed_s:.0f} s{of}")
@@ -105,11 +105,11 @@ class Progress:
 
 
 _WITH_STEPS, _WITHOUT_STEPS = "{desc} {n_fmt} of {total_fmt} |{bar}|", "{desc}"
-"""Formats of the bar; there is no time, since it is drawn only when something changes."""
+"""Formats of the bar; they have no time, since the bar is drawn only at changes."""
 
 
 def _is_wanted() -> bool:
-    """Whether the level of the package's or this file's logger lets an INFO through, on the first local rank."""
+    """Whether this is the first local rank, and the level of the package's or this file's logger is at most INFO."""
     levels = (logging.getLogger(name).level for name in (__name__, __name__.partition(".")[0]))
     level = next((level for level in levels if level != logging.NOTSET), logging.INFO)
     return level <= logging.INFO and local_rank()[0] == 0

@@ -1,4 +1,4 @@
-"""The only conversions and the only formatting of times and sizes."""
+"""Conversions and text forms of times and sizes; no other file has any."""
 
 from __future__ import annotations
 

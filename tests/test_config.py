@@ -165,9 +165,9 @@ def test_an_option_that_is_gone_is_refused_with_what_to_use_instead(option: dict
         ({"debug": None}, "option 'debug' has value None; debug expects options such as debug.dump"),
         (
             {"plan": {"planner": {"name": "serial"}}},
-            "unknown option 'plan.planner.name': plan.planner expects a value, and no mapping of options",
+            "unknown option 'plan.planner.name': plan.planner expects a value, not a mapping of options",
         ),
-        ({"disable": {"x": 1}}, "unknown option 'disable.x': disable expects a value, and no mapping of options"),
+        ({"disable": {"x": 1}}, "unknown option 'disable.x': disable expects a value, not a mapping of options"),
         # a value out of range
         ({"plan.time_limit_s": 0}, "option 'plan.time_limit_s' is 0; expected at least 0.01"),
         ({"plan": {"memory_quota": 0}}, "option 'plan.memory_quota' is 0; expected at least 1"),
@@ -253,7 +253,7 @@ def test_a_plan_file_that_does_not_exist_is_an_error(
     with pytest.raises(ConfigError) as caught:
         load_config({} if where.startswith("environment") else {"plan": {"file": absent}})
     expected = (
-        f"{where} is {str(absent)!r}, where nothing is; expected a plan.json, or a directory that debug.dump wrote"
+        f"{where} is {str(absent)!r}, which does not exist; expected a plan.json, or a directory written by debug.dump"
     )
     assert str(caught.value) == expected
 

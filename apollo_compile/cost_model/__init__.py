@@ -1,1 +1,1 @@
-"""What work takes how long: formulas of work, and the roofline."""
+"""The cost model: work of segments after fusion, and a roofline for its duration."""

@@ -1,4 +1,4 @@
-"""What a segment needs from a device after fusion: kernels, and the bytes that move between them.
+"""Work of a segment after fusion: its kernels, and the bytes that move between them.
 
     segment_needs(nodes, outputs) -> Work, and the bytes of its workspace
 
@@ -10,7 +10,7 @@ attention, sorts and scatters are calls or loops of their own. So a segment is c
    node is a group alone. Groups of equal depth cannot form a cycle, because an unfusible node between two nodes makes
    their depths differ. A group whose readers are all in one fusible group then joins that group: no path can leave it
    and come back. (Such groups come from activations that a backward recomputes long before they are needed.)
-3. Views are free and stand for the value they look at. Constants are recomputed by every group that reads them.
+3. Views are free and are replaced by their base. Constants are recomputed by every group that reads them.
 4. A value is read once by each group that reads it and does not make it, and written once if another group reads it,
    if it is an output of the segment, or if nothing in the segment reads it. Values inside a group move no bytes.
 5. Groups run one after the other, in graph order as far as dependencies allow. A value that is written and not an
@@ -18,7 +18,7 @@ attention, sorts and scatters are calls or loops of their own. So a segment is c
    workspace.
 
 Work = flops of all nodes, bytes of these reads and writes, and one kernel per group of fusible nodes; an unfusible node
-launches the kernels of its formula. `Work.parts` lists the kernels, and what each reads from outside the segment.
+launches the kernels of its formula. `Work.parts` lists the kernels, with the bytes that each reads from outside.
 
 The approximation is that a group is one kernel. That holds for Inductor's C++ backend, which puts loops that follow one
 another into one function, where the second loop still finds its data in the cache. Triton makes a kernel per loop, so a
@@ -27,9 +27,9 @@ of its own here. On the training graphs of CLIP and of two towers the number of 
 of Inductor's C++ functions. A node does not know the size of a value from outside the segment: it is taken to be the
 bytes that its readers read beyond the values made inside.
 
-The error of this and of the measured rates of loops shows in segments that are mostly loops: on two cores, over the
-workloads of `benchmarks/model_error.py`, the median error of their predicted times was 21 to 37 %, against 10 to 13 %
-for segments that are mostly matmuls. Torch-free.
+Segments that are mostly loops have the largest errors: on two cores, over the workloads of `benchmarks/model_error.py`,
+the median error of their predicted times was 21 to 37 %, against 10 to 13 % for segments that are mostly matmuls.
+This file does not import torch.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Needs(NamedTuple):
 
     work: Work
     workspace_bytes: int
-    """The most bytes that values between its groups take at one instant."""
+    """Peak bytes of values between its groups."""
 
 
 def segment_needs(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> Needs:
     """Return the needs of the segment made of `nodes`, in graph order.
 
     `outputs` are nodes that the segment returns although nodes inside it read them, for example activations that are
-    saved for the backward pass. Nodes that nothing in it reads are outputs anyway.
+    saved for the backward pass. Nodes without a reader inside are outputs anyway.
     """
     fused = _fuse(nodes, outputs)
     kernels = _kernels(nodes, fused)
@@ -80,7 +80,7 @@ def _workspace(fused: _Fused, outputs: Collection[NodeId]) -> int:
     changes = []
     for value in fused.written & last_read.keys() - {fused.values.origin(output) for output in outputs}:
         num_bytes = fused.values.node(value).num_bytes
-        # a group holds what it reads until it has run
+        # a group holds its inputs until it has run
         changes += [(position[fused.group_by_node[value]], 0, num_bytes), (last_read[value], 1, -num_bytes)]
     return max(itertools.accumulate(change for *_, change in sorted(changes)), default=0)
 
@@ -96,7 +96,7 @@ class _Fused:
     written: set[NodeId]
 
     def in_order(self) -> list[NodeId]:
-        """Return the groups in topological order; among groups that are ready, the first in the graph comes first."""
+        """Return the groups in topological order; ready groups are in graph order."""
         missing: dict[NodeId, set[NodeId]] = {group: set() for group in self.group_by_node.values()}
         readers: dict[NodeId, set[NodeId]] = defaultdict(set)
         for group, value in self.reads:
@@ -262,7 +262,7 @@ class _Values:
         return self._origin.get(value, value)
 
     def costs(self, value: NodeId) -> bool:
-        """Tell whether the node is computed here and is neither a view nor a constant."""
+        """Whether the node is computed in this segment and is neither a view nor a constant."""
         return self._origin.get(value) == value and not self.is_constant(value) and self._is_computed(value)
 
     def is_constant(self, value: NodeId) -> bool:
@@ -297,7 +297,7 @@ class _Values:
         outside: list[NodeId] = []
         for value in node.inputs:
             if value in self._size:
-                # A gather reads less than its input has.
+                # A gather reads only part of its input.
                 num_bytes = min(self._size[value], node.work.bytes_read)
                 reads[self.origin(value)] = max(reads[self.origin(value)], num_bytes)
             else:

@@ -1,4 +1,4 @@
-"""Duration of a segment from its work and the device profile: a roofline per kernel, summed, with fixed times on top.
+"""Predicted duration of a segment: the sum of a roofline per kernel and of fixed times.
 
     predict(work, profile, units, ...) -> (duration_ns, memory_share, launch_share)
 
@@ -10,17 +10,17 @@
     (+)          the larger of the two on CUDA, where other warps compute while some wait for memory; the sum on a CPU
 
 The rates were measured with exactly `units` units busy, so they include poor scaling; they do not include interference
-from other lanes. Far bytes are those that the segment reads from buffers made before it: in a step these are weights
-and activations that were made long ago. Which cache level they are still in depends on how much memory was touched
-since, so their rate is a function of the footprint of the program, the bytes of all its buffers.
+from other lanes. Far bytes are read from buffers of earlier segments: in a step these are weights and activations that
+were written long ago. Their cache level depends on how much memory was touched since, so their rate is a function of
+the footprint of the program, the bytes of all its buffers.
 
 A CUDA device assigns the output tiles of a GEMM to its units in waves, so with `t` tiles on `u` units the last wave may
 leave most of them idle:
 
     waves = ceil(t / u)     efficiency = t / (waves * u)
 
-A CPU library that gains nothing from more threads uses fewer, so a kernel is never predicted to be slower on several
-units than on one.
+A CPU library uses fewer threads where more would not help, so a kernel is never predicted to be slower on several units
+than on one.
 Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009, https://doi.org/10.1145/1498765.1498785
 """
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from apollo_compile.device.profile import DeviceProfile
 
 
-class Prediction(NamedTuple):
-    """Predicted duration of a segment, and the shares of it."""
+class SegmentTime(NamedTuple):
+    """Predicted duration of a segment, and its shares."""
 
     duration_ns: int
-    """At least 1."""
+    """Duration, at least 1."""
     memory_share: float
-    """Share of it in which the segment waits for memory, 0 to 1."""
+    """Share of the duration spent waiting for memory, 0 to 1."""
     launch_share: float
-    """Share of it that is fixed: launching the segment and its kernels, whatever their size."""
+    """Share of the duration that is fixed: launching the segment and its kernels, 0 to 1."""
 
 
 class KernelTime(NamedTuple):
@@ -58,14 +58,14 @@ class KernelTime(NamedTuple):
 
 def predict(
     work: Work, profile: DeviceProfile, units: int, *, num_tensors: int = 0, footprint: int = 0, is_first: bool = False
-) -> Prediction:
-    """Return the expected duration of `work` on `units` units, and how much of it is spent on bytes and on launches.
+) -> SegmentTime:
+    """Return the expected duration of `work` on `units` units, and the shares of memory and launches.
 
     Arguments:
-        work: of one segment.
-        profile: the device.
+        work: work of one segment.
+        profile: profile of the device.
         units: units of the lane that runs the segment.
-        num_tensors: inputs and outputs of its body.
+        num_tensors: number of inputs and outputs of its body.
         footprint: bytes of all buffers of the program.
         is_first: whether no earlier segment of the program has its body.
     """
@@ -78,12 +78,12 @@ def predict(
         memory_ns += kernel.count * time.memory_ns
         fixed_ns += kernel.count * (time.fixed_ns + kernel.launches * cold_ns)
     if not total_ns:
-        return Prediction(1, 0.0, 0.0)
-    return Prediction(max(1, round(total_ns)), round(memory_ns / total_ns, 3), round(fixed_ns / total_ns, 3))
+        return SegmentTime(1, 0.0, 0.0)
+    return SegmentTime(max(1, round(total_ns)), round(memory_ns / total_ns, 3), round(fixed_ns / total_ns, 3))
 
 
 def predict_kernel(kernel: Kernel, profile: DeviceProfile, units: int, *, footprint: int = 0) -> KernelTime:
-    """Return the expected time of one `kernel`, whatever its count, without the launch of its segment."""
+    """Return the expected time of one `kernel`, without the launch of its segment; `kernel.count` is ignored."""
     if profile.overlap == "max":
         return _overlapped(kernel, profile, units, footprint)
     alone = _serialized(kernel, profile, 1, footprint)
@@ -120,7 +120,7 @@ def wave_efficiency(tiles: int, units: int) -> float:
 
 
 def _kernels(work: Work) -> tuple[Kernel, ...]:
-    """Return the kernels of `work`; where only the totals are known, equal loops that add up to them."""
+    """Return the kernels of `work`; if only the totals are known, equal loops that add up to them."""
     if work.parts or work == Work():
         return work.parts
     count = max(work.kernels, 1)

@@ -1,1 +1,1 @@
-"""Agreement between the ranks of one job, so that all of them run the same programs."""
+"""Several ranks: agreement on plans, balanced data loading, and encoders in the bubbles of pipelines."""

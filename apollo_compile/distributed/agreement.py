@@ -3,8 +3,8 @@
     Agreement(ranks).enroll(compilation);  Agreement.settle(own) -> Compilation | None
     Agreement.settle_names(subject, names) -> names
 
-`ranks.py` settles texts under topics; here a text is a list of names, or a plan with the costs that it was made from.
-Note [What ranks agree on] in `ranks.py` says why.
+`ranks.py` settles texts under topics; here a text is a list of names, or a plan with its costs. Note [What ranks agree
+on] in `ranks.py` has the reasons.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from apollo_compile.store.plan_file import fingerprint
 
 @dataclass(eq=False, slots=True)
 class Agreement:
-    """Makes all ranks run the same plans and libraries for one graph."""
+    """Selects the same plans and libraries for one graph on all ranks."""
 
     ranks: Ranks
     topic: str = ""

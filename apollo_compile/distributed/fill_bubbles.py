@@ -2,12 +2,11 @@
 
     step = fill_bubbles(schedule, encoders);  step(*args, target=..., encoder_inputs=...)
 
-Every rank of the pipeline holds a replica of each encoder. All ranks follow the plan that the first one made
-(`pipeline/fill.py`) or was given: which replica computes which micro-batch, and between which operations of the
-pipeline. Durations that are not given are measured in the first steps, which follow a guess (`measured_plan.py`).
-Features go to the stage that reads them, and their gradients come back, by isend and irecv on a process group of their
-own, so that they do not wait behind the pipeline's activations. After the step, gradients of the replicas are summed
-over that group: every replica ends with those of the whole batch, as if it had computed all of it.
+Every rank of the pipeline holds a replica of each encoder. All ranks follow the plan that the first rank made
+(`pipeline/fill.py`) or was given: it assigns micro-batches to replicas, and places their work between operations of the
+pipeline. Durations that are not given are measured in the first steps, which use guesses (`measured_plan.py`). Features
+and their gradients are sent by isend and irecv on a separate process group, so that they do not wait behind the
+pipeline's activations. After the step, gradients are summed over the replicas in this group.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from apollo_compile.distributed.pipeline.durations import (
     Durations,
     Orders,
     Piece,
-    Prediction,
     StepPlan,
+    StepPrediction,
     plan_step,
 )
 from apollo_compile.distributed.pipeline.values import Encoder, Kind, Op, StageTimes, one_replica_per_rank
@@ -43,33 +42,33 @@ from apollo_compile.torch_bridge.pipelining import Facts, FilledRuntime, Item, O
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BubbleEncoder:
-    """An encoder that runs in bubbles: this rank's replica, and what the plan needs to know of it."""
+    """An encoder that runs in bubbles: this rank's replica, with the properties that the plan needs."""
 
     segments: Sequence[nn.Module]
-    """Modules that are called one after the other, each with what the one before it returned (one tensor). The plan
-    places them one by one, so more segments fill smaller bubbles. Compile each with `backend="apollo"` if you like."""
+    """Modules that are called one after the other, each with the output of the previous one (one tensor). The plan
+    places each separately, so more segments fill smaller bubbles. Each may be compiled with `backend="apollo"`."""
     feeds: str
-    """Keyword argument by which a stage reads the features; None for a micro-batch without input."""
+    """Keyword argument by which a stage reads the features; it is None for a micro-batch without input."""
     features: torch.Tensor
-    """Example of the features of one micro-batch: shape and type, which are the same for all."""
+    """Example of the features of one micro-batch; all micro-batches have its shape and type."""
     forward_ns: Sequence[int] = ()
-    """Duration of every segment for one micro-batch; empty: it is measured."""
+    """Nanoseconds of every segment's forward for one micro-batch; empty: they are measured."""
     backward_ns: Sequence[int] = ()
-    """Duration of every segment's backward, in the order of `segments`; empty: it is measured, if needed."""
+    """Nanoseconds of every segment's backward, in the order of `segments`; empty: they are measured, if needed."""
     stage: int = 0
     """Stage that reads the features."""
     max_live: int | None = None
-    """Limit of micro-batches that a rank holds between the begin of forward and the end of backward."""
+    """Limit of micro-batches that a rank holds between the start of forward and the end of backward."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters that are trained, each once."""
+        """Distinct parameters that are trained."""
         found = dict.fromkeys(p for segment in self.segments for p in segment.parameters() if p.requires_grad)
         return list(found)
 
 
 class FilledPipeline:
-    """A step of a pipeline with encoders in its bubbles; `fill_bubbles` makes it."""
+    """Training step of a pipeline with encoders in its bubbles; `fill_bubbles` makes it."""
 
     def __init__(
         self,
@@ -95,26 +94,26 @@ class FilledPipeline:
 
     @property
     def replica_of(self) -> tuple[tuple[int, ...], ...]:
-        """By encoder and micro-batch, the rank that computes it; the next step follows it."""
+        """By encoder and micro-batch, the rank that computes it in the next step."""
         return self._plan.replica_of
 
     @property
-    def prediction(self) -> Prediction | None:
-        """Durations that the plan was made from, given or measured, and the step that it promises, in nanoseconds.
+    def prediction(self) -> StepPrediction | None:
+        """Durations that the plan was made from, given or measured, and the predicted step, in nanoseconds.
 
-        None while durations are measured, and where `orders` were given.
+        None while durations are measured, and if `orders` were given.
         """
         return self._plan.prediction
 
     def __call__(self, *args: Any, encoder_inputs: Mapping[str, Sequence[Any] | torch.Tensor], **kwargs: Any) -> Any:
-        """Run one step; gradients accumulate as those of `schedule.step` do.
+        """Run one step; gradients accumulate as with `schedule.step`.
 
         Arguments:
-            args: those of `schedule.step`.
+            args: positional arguments of `schedule.step`.
             encoder_inputs: by the name that an encoder feeds, its input for every micro-batch: a tensor that is split
-                along its first dimension, or a list, in which None is a micro-batch without input. The same on all
-                ranks, apart from values of micro-batches that other ranks compute (`replica_of`).
-            kwargs: those of `schedule.step`.
+                along its first dimension, or a list, in which None is a micro-batch without input. It must be equal on
+                all ranks, except for values of micro-batches that other ranks compute (`replica_of`).
+            kwargs: keyword arguments of `schedule.step`.
         """
         inputs = [_split(encoder, encoder_inputs, self._facts.num_microbatches) for encoder in self._encoders]
         if self._measured is not None:
@@ -152,7 +151,7 @@ class FilledPipeline:
         self._runtime.follow(items, None if self._measured is None else self._measured.watch)
 
     def _items_of(self, rank: int, row: Sequence[Op]) -> list[Item]:
-        """Return what a rank does: the pipeline's operations, and numbers of the tasks of this rank between them."""
+        """Return the pipeline's operations of a rank, with the numbers of this rank's tasks between them."""
         found: list[Item] = []
 
         def add(task: _Task) -> None:
@@ -205,8 +204,8 @@ class FilledPipeline:
             output = encoder.segments[op.segment](value)
         if not isinstance(output, torch.Tensor):
             raise PipelinePlanError(
-                f"segment {op.segment} of the encoder of {encoder.feeds} returned a {type(output).__name__}; "
-                "segments hand on one tensor: wrap it so that it returns one"
+                f"segment {op.segment} of the encoder of {encoder.feeds} returned a {type(output).__name__}; expected "
+                "one tensor: wrap the segment so that it returns one"
             )
         tape.append(_Taped(value, output))
         if op.segment < len(encoder.segments) - 1:
@@ -215,7 +214,7 @@ class FilledPipeline:
         if output.shape != wanted.shape or output.dtype != wanted.dtype:
             raise PipelinePlanError(
                 f"features of {encoder.feeds} for micro-batch {op.microbatch} are {tuple(output.shape)} of "
-                f"{output.dtype}; the example is {tuple(wanted.shape)} of {wanted.dtype}; give one of that shape"
+                f"{output.dtype}, the example is {tuple(wanted.shape)} of {wanted.dtype}; give an example of that shape"
             )
         reader = self._reader_of(encoder)
         if reader == self._facts.rank:
@@ -226,7 +225,7 @@ class FilledPipeline:
             del self._state.tapes[key]
 
     def _receive(self, op: Op) -> torch.Tensor:
-        """Return the features of a micro-batch for the stage that reads them; their gradient will be kept."""
+        """Return the features of a micro-batch for the stage that reads them, and keep their gradient later."""
         encoder, key = self._encoders[op.encoder], (op.encoder, op.microbatch)
         source = self.replica_of[op.encoder][op.microbatch]
         is_here = source == self._facts.rank
@@ -272,7 +271,7 @@ class FilledPipeline:
 
     @contextlib.contextmanager
     def _timed(self, op: Op) -> Iterator[None]:
-        """Time the computation of a segment, while durations are measured."""
+        """Time the computation of a segment, if durations are measured."""
         if self._measured is None:
             yield
             return
@@ -288,7 +287,7 @@ class FilledPipeline:
         return encoder.stage % self._facts.num_ranks
 
     def _tag(self, op: Op) -> int:
-        """Return what tells messages between two ranks apart: features and gradients of every micro-batch."""
+        """Return the tag of a message between two ranks, distinct for features and gradients of every micro-batch."""
         is_gradient = op.kind in (Kind.BACKWARD, Kind.ENCODER_BACKWARD)
         return 2 * (op.encoder * self._facts.num_microbatches + op.microbatch) + is_gradient
 
@@ -306,7 +305,7 @@ class FilledPipeline:
         return buffer
 
     def _placeholder(self, encoder: BubbleEncoder) -> torch.Tensor:
-        """Return what torch splits for micro-batches and infers shapes from; it takes no memory."""
+        """Return a tensor without memory that torch splits into micro-batches and infers shapes from."""
         features = encoder.features
         shape = (features.shape[0] * self._facts.num_microbatches, *features.shape[1:])
         return torch.zeros((), dtype=features.dtype, device=self._facts.device).expand(shape)
@@ -318,8 +317,8 @@ def _split(
     """Return the input of every micro-batch."""
     if encoder.feeds not in given:
         raise PipelinePlanError(
-            f"encoder_inputs has no {encoder.feeds!r}, it has {sorted(given)}; give a tensor or one input per "
-            "micro-batch, None where there is none"
+            f"encoder_inputs has no {encoder.feeds!r}, it has {sorted(given)}; give a tensor, or a list with one input "
+            "or None per micro-batch"
         )
     value = given[encoder.feeds]
     parts = list(value.chunk(num_microbatches) if isinstance(value, torch.Tensor) else value)
@@ -332,7 +331,7 @@ def _split(
 
 
 def _reduce(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]], group: dist.ProcessGroup | None) -> None:
-    """Sum this step's gradients over the replicas, and add what was there before."""
+    """Sum this step's gradients over the replicas, and add the earlier gradients."""
     by_type: dict[torch.dtype, list[tuple[nn.Parameter, torch.Tensor | None]]] = {}
     for parameter, before in pairs:
         by_type.setdefault(parameter.dtype, []).append((parameter, before))
@@ -343,7 +342,7 @@ def _reduce(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]], group: di
         dist.all_reduce(flat, group=group)
         counts, *parts = torch.split(flat, [len(same), *(grad.numel() for grad in grads)])
         for (parameter, before), count, part in zip(same, counts.tolist(), parts, strict=True):
-            if count == 0:  # nobody used it: no gradient, as anywhere else
+            if count == 0:  # no rank used the parameter
                 parameter.grad = before
             else:
                 grad = part.view_as(parameter)
@@ -359,9 +358,9 @@ class _Job(Enum):
     FORWARD = "forward"
     """Run a segment."""
     RECEIVE = "receive"
-    """Get features before the forward that reads them."""
+    """Receive features before the forward that reads them."""
     RETURN = "return"
-    """Send gradients of features after the backward that made them."""
+    """Send gradients of features after the backward that computed them."""
     BACKWARD = "backward"
     """Run a segment's backward."""
 
@@ -380,7 +379,7 @@ class _Taped(NamedTuple):
 
 @dataclass(slots=True)
 class _State:
-    """What is alive during one step; keys are encoder and micro-batch."""
+    """State of one step; keys are (encoder, micro-batch)."""
 
     inputs: list[list[Any]] = field(default_factory=list)
     tapes: dict[tuple[int, int], list[_Taped]] = field(default_factory=dict)
@@ -388,7 +387,7 @@ class _State:
     gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     sent: list[dist.Work] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
-    """What is being sent."""
+    """Tensors that are being sent."""
 
 
 def fill_bubbles(
@@ -406,15 +405,15 @@ def fill_bubbles(
         schedule: a `Schedule1F1B`, `ScheduleGPipe` or `ScheduleInterleaved1F1B` with a loss function. It is not
             changed; call the result in place of `schedule.step`.
         encoders: the encoders, each with this rank's replica, whose parameters are equal on all ranks.
-        times: durations of the stages; None: they are measured. If all durations are given, ratios matter, not seconds;
-            if only some are, they are nanoseconds.
-        group: process group of the pipeline's ranks, in their order, for features and gradients alone; None makes
-            one, which takes all ranks of the job if the pipeline has them all.
-        orders: operations of every rank to follow in place of a plan, with `replica_of`; nothing is measured.
+        times: durations of the stages; None: they are measured. If all durations are given, only their ratios matter;
+            if some are given, they are nanoseconds.
+        group: process group of the pipeline's ranks, in their order, for features and gradients only; None makes one,
+            which requires that the pipeline has all ranks of the job.
+        orders: operations of every rank to follow instead of a plan, with `replica_of`; nothing is measured.
         replica_of: by encoder and micro-batch, the rank that computes it.
 
     Raises:
-        PipelinePlanError: something cannot be filled, or cannot run in the given order; the message says what.
+        PipelinePlanError: the pipeline cannot be filled, or cannot run in the given order; the message has the reason.
     """
     facts = facts_of(schedule)
     all_encoders = [encoders] if isinstance(encoders, BubbleEncoder) else list(encoders)
@@ -438,7 +437,7 @@ def fill_bubbles(
         )
     )
     if (orders is None) != (replica_of is None):
-        raise PipelinePlanError("orders and replica_of describe one plan; give both or none")
+        raise PipelinePlanError("orders and replica_of describe one plan; give both or neither")
     if orders is None or replica_of is None:
         plan = plan_step(plain, planned, durations)
         if wanted:
@@ -463,7 +462,7 @@ def fill_bubbles(
 def _guess_missing(
     times: StageTimes | None, encoders: Sequence[BubbleEncoder], num_stages: int
 ) -> tuple[Durations, frozenset[Piece]]:
-    """Return durations, those that are not given guessed, and what they are the durations of."""
+    """Return durations, with guesses for those that are not given, and the pieces that were guessed."""
     missing: set[Piece] = set()
 
     def guess(kind: Kind, count: int, encoder: int = 0) -> tuple[int, ...]:
@@ -487,8 +486,8 @@ def _require_runnable(encoder: BubbleEncoder) -> None:
     """Raise if an encoder cannot run in bubbles."""
     if any(isinstance(m, FSDPModule) for segment in encoder.segments for m in segment.modules()):
         raise PipelinePlanError(
-            f"the encoder of {encoder.feeds} is sharded by FSDP2: its ranks would have to run at the same time, and "
-            "replicas do not; give every rank a whole replica"
+            f"the encoder of {encoder.feeds} is sharded by FSDP2, which needs all ranks at the same time, but replicas "
+            "run at different times; give every rank a whole replica"
         )
     is_trained = bool(encoder.parameters)
     for name, durations, is_used in (
@@ -498,14 +497,14 @@ def _require_runnable(encoder: BubbleEncoder) -> None:
         if is_used and len(durations) not in (0, len(encoder.segments)):
             raise PipelinePlanError(
                 f"the encoder of {encoder.feeds} has {len(encoder.segments)} segments and {len(durations)} durations "
-                f"in {name}; give one per segment, or none to have them measured"
+                f"in {name}; give one per segment, or none to measure them"
             )
 
 
 def _as_planned(
     encoder: BubbleEncoder, forward_ns: tuple[int, ...], backward_ns: tuple[int, ...], num_ranks: int
 ) -> Encoder:
-    """Return an encoder as the planner knows it."""
+    """Return an encoder in the form of the planner."""
     return Encoder(
         name=encoder.feeds,
         forward_ns=(forward_ns,),
@@ -521,8 +520,8 @@ def _make_group(facts: Facts) -> dist.ProcessGroup | None:
     ranks = dist.get_process_group_ranks(facts.group)
     if len(ranks) != dist.get_world_size():
         raise PipelinePlanError(
-            f"the pipeline has {len(ranks)} of {dist.get_world_size()} ranks, and a group is made by all of them: make "
-            "one per pipeline with torch.distributed.new_group on every rank, and give it as group"
+            f"the pipeline has {len(ranks)} of {dist.get_world_size()} ranks, but all ranks must take part in making a "
+            "group: make one per pipeline with torch.distributed.new_group on every rank, and pass it as group"
         )
     group: dist.ProcessGroup | None = dist.new_group(ranks)
     return group

@@ -1,9 +1,9 @@
-"""Make the plan of a pipeline from what its ranks measure in their first steps.
+"""Plan a pipeline from measurements of its ranks in their first steps.
 
     measured = MeasuredPlan(...);  measured.begin_step();  measured.end_step() -> StepPlan | None
 
-Every rank times its own stages and segments with `measured.watch`. Behind the step in which that is enough, the first
-rank gathers the samples and plans, and all ranks get its plan at once, so that they change at the same step.
+Every rank times its own stages and segments with `measured.watch`. After enough steps, the first rank gathers the
+samples and plans, and broadcasts its plan, so that all ranks switch at the same step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _logger = logging.getLogger(__name__)
 
 
 class MeasuredPlan:
-    """Measures, and makes the plan that follows.
+    """Measures durations, and makes the plan from them.
 
     Arguments:
         schedule: the pipeline.
-        encoders: as the planner knows them.
-        durations: those that are given, and guesses in place of the wanted ones.
-        wanted: what is measured.
-        first: the plan that is followed until then.
+        encoders: encoders in the form of the planner.
+        durations: given durations, with guesses for the pieces to measure.
+        wanted: pieces to measure.
+        first: plan until the measurement ends.
         group: process group of all ranks.
-        device: what the stages of this rank run on.
+        device: device of this rank's stages.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MeasuredPlan:
         device: torch.device,
     ) -> None:
         self.watch = Stopwatch(device)
-        """Times operations of the pipeline and pieces of encoders, which are its keys."""
+        """Stopwatch whose keys are operations of the pipeline and pieces of encoders."""
         self._schedule = schedule
         self._encoders = encoders
         self._durations = durations
@@ -60,18 +60,18 @@ class MeasuredPlan:
 
     def begin_step(self) -> None:
         """Begin to measure a step."""
-        if self._samples.is_due:  # the step before failed here, and other ranks may wait behind it
+        if self._samples.is_due:  # the previous step failed on this rank, and other ranks may wait after it
             self._settle()
         self.watch.clear()
         self._samples.begin_step()
 
     def end_step(self) -> StepPlan | None:
-        """Return the plan that all ranks follow from the next step on, once there is one; then nothing is measured."""
+        """Return the plan for the next steps of all ranks, which ends the measurement; None if it continues."""
         self._samples.end_step((_piece_of(key), duration_ns) for key, duration_ns in self.watch.read())
         return self._settle() if self._samples.is_due else None
 
     def _settle(self) -> StepPlan | None:
-        """Gather samples, and return the plan of the first rank; None if something is missing."""
+        """Gather samples, and return the plan of the first rank; None if samples are missing."""
         samples = self._samples.take()
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         everyone: list[dict[Piece, list[int]] | None] = [None] * size
@@ -83,13 +83,13 @@ class MeasuredPlan:
     def _plan(self, by_rank: Sequence[dict[Piece, list[int]] | None]) -> StepPlan | None:
         found = medians_of(by_rank, self._wanted)
         if found is None:
-            _logger.info("bubbles: the plan stays a guess: a step failed, or not everything has run twice")
+            _logger.info("bubbles: the guessed plan is kept for now: a step failed, or a piece has not run twice yet")
             return None
         try:
             durations = self._durations.with_measured(found)
             plan = plan_step(self._schedule, self._encoders, durations, known=[self._first])
         except PipelinePlanError as error:
-            _logger.warning("bubbles: the plan stays a guess: there is none for what was measured: %s", error)
+            _logger.warning("bubbles: the guessed plan is kept: there is no plan with measured durations: %s", error)
             return self._first
         if plan.prediction is not None:
             names = [encoder.name for encoder in self._encoders]
@@ -98,7 +98,7 @@ class MeasuredPlan:
 
 
 def _piece_of(key: Hashable) -> Piece:
-    """Return what a key of the watch stands for."""
+    """Return the piece of a key of the stopwatch."""
     if isinstance(key, Operation):
         return Piece(Kind.FORWARD if key.is_forward else Kind.BACKWARD, key.stage)
     assert isinstance(key, Piece)

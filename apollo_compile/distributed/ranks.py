@@ -1,6 +1,6 @@
-"""How the ranks of one job agree.
+"""Agreement of the ranks of one job.
 
-    find_ranks() -> Ranks;  Ranks.settle(topic, proposal) -> what the first rank proposed
+    find_ranks() -> Ranks;  Ranks.settle(topic, proposal) -> the proposal of the first rank to arrive
 
 Note [What ranks agree on]
     Plans cannot make ranks deadlock in each other's collectives: every segment with a collective comes after the
@@ -25,12 +25,12 @@ Note [What ranks agree on]
     when the settled value is of another version, damaged, not legal for its segments, or cannot be run here. The other
     ranks notice at the next collective, as with any error on one rank.
 
-    If the process group has no store (a property of its kind, so the same on all ranks), nothing can be settled, and
-    every graph falls back on every rank. If a graph cannot be captured, or its segments cannot be compiled, before it
-    has a topic, it falls back on that rank alone, with a WARNING; its collectives keep their order.
+    If the process group has no store (a property of its kind, so equal on all ranks), nothing can be settled, and every
+    graph falls back on every rank. If a graph cannot be captured, or its segments cannot be compiled, before it has a
+    topic, it falls back on that rank alone, with a WARNING; its collectives keep their order.
 
-A process is one of several ranks as long as its group lives: its measurements are taken beside the other ranks, so they
-are not findings for a single process.
+A process is one of several ranks as long as its group lives: its measurements are disturbed by other ranks, so they are
+not findings for a single process.
 """
 
 from __future__ import annotations
@@ -53,36 +53,36 @@ SAME_EVERYWHERE = "give every rank the same versions of apollo_compile and torch
 
 
 class Store(Protocol):
-    """The interface that is used of a store of torch.distributed."""
+    """The used interface of a store of torch.distributed."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set a key to `desired` if its value is `expected` (empty: no value); return its value afterwards."""
 
 
 class Ranks:
-    """The ranks of a job, as one of them sees them.
+    """The ranks of a job, from the view of one rank.
 
     Arguments:
-        store: the store that they share; None if there is none.
-        is_alone: whether there is only one rank; by default, if there is no store.
+        store: the store that the ranks share; None if there is none.
+        is_alone: whether there is only one rank; None means that there is if there is no store.
     """
 
     def __init__(self, store: Store | None, *, is_alone: bool | None = None) -> None:
         self.is_alone = store is None if is_alone is None else is_alone
         self.can_agree = self.is_alone or store is not None
-        """Whether anything can be settled: not among several ranks without a store."""
+        """Whether values can be settled; several ranks need a store for it."""
         self._store = store
         self._lock = threading.Lock()
         self._num_graphs = 0
         self._times_seen: Counter[str] = Counter()
-        self._has_told = False
+        self._has_logged_difference = False
         self._failure: str | None = None
 
     def fail(self, why: str, remedy: str = SAME_EVERYWHERE) -> RankError:
         """Return the error with which this rank stops; every later `settle` and `check` raises it again."""
         if self._failure is None:
             self._failure = (
-                f"this rank stops, since it cannot run what the other ranks run: {why}; {remedy}, or set "
+                f"this rank stops, since it cannot run the programs of the other ranks: {why}; {remedy}, or set "
                 "APOLLO_DISABLE=1 on all ranks"
             )
         return RankError(self._failure)
@@ -108,17 +108,17 @@ class Ranks:
             number, self._num_graphs = self._num_graphs, self._num_graphs + 1
             self._times_seen[graph] += 1
             topic = f"{graph} on {units}/{self._times_seen[graph]}"
-        if self.settle(f"graph {number}", topic) != topic and not self._has_told:
-            self._has_told = True
+        if self.settle(f"graph {number}", topic) != topic and not self._has_logged_difference:
+            self._has_logged_difference = True
             _logger.info(
-                "%s is not the graph that another rank compiled in its place: ranks decide in common for graphs with "
-                "the same segments on as many cores only, and each for itself about the others",
+                "%s is not the graph that another rank compiled in its place: ranks agree only on graphs with the same "
+                "segments and number of cores, and decide alone about other graphs",
                 name,
             )
         return topic
 
     def settle(self, topic: str, proposal: str) -> str:
-        """Return what the first rank proposed under this topic; on that rank, `proposal`. Never waits for another rank.
+        """Return the first proposal under this topic, which is `proposal` on the first rank. Waits for no other rank.
 
         Raises:
             RankError: the settled value is unknown: the store failed, now or earlier, or another version of this
@@ -133,7 +133,7 @@ class Ranks:
             if len(proposal) > MAX_BYTES:
                 raise ValueError(f"a proposal of {len(proposal)} bytes is too large for the store")
             settled = self._store.compare_set(topic, "", f"{__version__}\n{proposal}").decode()
-        except Exception as error:  # it depends on the kind of store
+        except Exception as error:  # errors depend on the kind of store
             reason = str(error).partition("\n")[0]
             why = f"{topic!r} was not settled with them: {type(error).__name__}: {reason}"
             raise self.fail(why, "start the job again from its last checkpoint") from error
@@ -145,11 +145,11 @@ class Ranks:
 
 _ranks_lock = threading.Lock()
 _ranks: weakref.WeakKeyDictionary[object, Ranks] = weakref.WeakKeyDictionary()
-"""Ranks by default process group, of which there is one at a time; guarded by `_ranks_lock`."""
+"""Ranks by default process group; guarded by `_ranks_lock`."""
 
 
 def find_ranks() -> Ranks:
-    """Return the ranks of the default process group; the same object as long as that group lives."""
+    """Return the ranks of the default process group, the same object as long as that group lives."""
     import torch.distributed as dist  # reports import this file indirectly, and must work without torch
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -167,7 +167,7 @@ def _open_store(group: Any) -> Store | None:
     try:  # a separate connection, so that its errors do not affect the process group
         store: Store = dist.PrefixStore("apollo_compile", group.get_group_store().clone())  # type: ignore[attr-defined]
         return store
-    except dist.DistError as error:  # other ranks may have reached it
+    except dist.DistError as error:  # other ranks may have reached the store
         raise RankError(f"this rank stops, since it cannot reach the store of its process group: {error}") from error
     except Exception as error:  # a group without a store, or a store that cannot be cloned
         _logger.warning(

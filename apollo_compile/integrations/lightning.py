@@ -11,7 +11,7 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ImportError:  # the same under its older name
+except ImportError:  # its older name
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 from apollo_compile.tools.report import report
@@ -27,7 +27,7 @@ class ApolloCallback(Callback):
     """
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
-        """Log the metrics, if it is time to log."""
+        """Log the metrics every `log_every_n_steps` steps."""
         if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
             metrics = report(pl_module).metrics()
             for logger in trainer.loggers:
@@ -35,7 +35,7 @@ class ApolloCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the page, on the first process."""
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # all processes agree on it
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective: all processes evaluate it
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
             report(pl_module).save_html(folder / PAGE)

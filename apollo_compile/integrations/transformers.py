@@ -21,11 +21,11 @@ PAGE = "apollo.html"
 class ApolloCallback(TrainerCallback):
     """Logs `report.metrics()` whenever the Trainer logs, and saves the page of the report when training ends.
 
-    The metrics go wherever `report_to` says, and into `trainer.state.log_history`; the page is `apollo.html` in
+    The metrics go to the targets of `report_to` and into `trainer.state.log_history`; the page is `apollo.html` in
     `output_dir`.
 
     Arguments:
-        trainer: the Trainer that it is added to, whose model is compiled.
+        trainer: the Trainer to which the callback is added, with a compiled model.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -39,7 +39,7 @@ class ApolloCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Log the metrics after the Trainer's own; they are logged once, though logging them calls this again."""
+        """Log the metrics after the Trainer's own logs; logging them calls this again, which then does nothing."""
         if not any(name.startswith(PREFIX) for name in logs or ()):
             self._trainer.log(report(self._trainer.model).metrics())
 

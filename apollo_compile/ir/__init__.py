@@ -1,8 +1,8 @@
-"""Values: what the stages of the compiler take and return, how they are checked, and how they are printed.
+"""The products of the compiler's stages, with their checks and their text form.
 
 values.py   the products of all stages, frozen dataclasses; `from apollo_compile.ir import Plan`
-variants.py the variants of a graph, and the verdict between them
-check       whether a product is legal, computed in other ways than the stages compute it
+variants.py the variants of a graph, and the verdict of autotuning
+check       legality checks of products, by other algorithms than those of the stages
 text.py     products as text, for people and for `APOLLO_DUMP`
 """
 

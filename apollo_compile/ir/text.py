@@ -1,9 +1,8 @@
-"""Readable, deterministic text: one form per product, for dumps, golden tests and reports.
+"""Deterministic text of every product, for dumps, golden tests and reports.
 
     format_x(product[, the graph that has the names]) -> lines of text
 
-Columns are aligned, ids have their letter (n node, s segment, b buffer, e event), nothing depends on the process.
-A plan is also drawn as a timeline of its lanes, a program reads like code with one block per lane.
+The text does not depend on the process. Ids have the letter of their kind: n node, s segment, b buffer, e event.
 """
 
 from __future__ import annotations
@@ -192,7 +191,7 @@ def format_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> str:
 
 
 def format_memory(memory: MemoryPlan, graph: SegmentGraph) -> str:
-    """Return when every buffer is released, and the planned peaks."""
+    """Return the release point of every buffer, and the planned peaks."""
     rows = []
     for hold in sorted(memory.holds, key=lambda hold: hold.buffer):
         buffer, segment = graph.buffers[hold.buffer], graph.segments[hold.segment]
@@ -251,7 +250,7 @@ def _segment_by_event(program: Program) -> dict[int, SegmentId]:
 
 
 def format_trace(trace: Trace, graph: SegmentGraph, plan: Plan) -> str:
-    """Return the spans of a run beside what was planned, and a timeline of the lanes."""
+    """Return measured and planned durations of a run's segments, and a timeline of the lanes."""
     rows = []
     for span in trace.spans:
         planned, measured = plan.assignments[span.segment].duration_ns, span.end_ns - span.start_ns

@@ -24,7 +24,7 @@ EventId = NewType("EventId", int)
 
 
 class Role(enum.StrEnum):
-    """Which of the graphs of one model this is."""
+    """Role of a graph in its model."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -39,7 +39,7 @@ class Phase(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
-    """What happens to gradients: sums over micro-batches, clipping, the optimizer."""
+    """Operations on gradients: sums over micro-batches, clipping, the optimizer."""
 
 
 class KernelKind(enum.StrEnum):
@@ -56,7 +56,7 @@ class KernelKind(enum.StrEnum):
     SCATTER = "scatter"
     """A loop that adds at addresses it reads: not vectorized, with atomic additions."""
     LIBRARY = "library"
-    """Sorts, scans, searches, and all other calls of libraries."""
+    """Sorts, scans, searches, and all other library calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,23 +65,23 @@ class Kernel:
 
     kind: KernelKind = KernelKind.LOOP
     dtype: str = "float32"
-    """Of the operands."""
+    """Type of the operands."""
     flops: int = 0
     bytes_moved: int = 0
-    """Read and written."""
+    """Bytes read and written."""
     bytes_from_outside: int = 0
-    """Of these, bytes that the segment reads from buffers made before it, which are no longer in a near cache."""
+    """Part of `bytes_moved` that is read from buffers of earlier segments, which are no longer in a near cache."""
     tiles: int = 0
     """Output tiles of 128 x 128 of a GEMM, which a GPU distributes over its units; 0 for a loop."""
     launches: int = 1
     """Kernels that the library launches for it, in sequence: one per gradient of a convolution, for example."""
     count: int = 1
-    """How many equal kernels this stands for."""
+    """Number of equal kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a node or segment needs from the device, independent of how fast the device is."""
+    """Amount of work of a node or segment, independent of the device."""
 
     flops: int = 0
     """Floating point operations; a multiply-add counts as two."""
@@ -115,21 +115,21 @@ def merge_kernels(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
 
 
 class NodeKind(enum.StrEnum):
-    """How the partition treats a node of the FX graph."""
+    """Kinds of FX nodes that the partition treats differently."""
 
     INPUT = "input"
     """A graph input; belongs to no segment."""
     COMPUTE = "compute"
-    """Work worth placing; belongs to exactly one segment."""
+    """Work to place on a lane; belongs to exactly one segment."""
     PROJECTION = "projection"
-    """One output of a node that has several; always stays in that node's segment."""
+    """Projection of one output of a node that has several; it always stays in that node's segment."""
     CHEAP = "cheap"
     """A view, a constant factory or index arithmetic: may be cloned into every segment that uses it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One node of the FX graph, as far as later stages need it."""
+    """One node of the FX graph, reduced to the data that later stages need."""
 
     id: NodeId
     name: str
@@ -137,17 +137,17 @@ class Node:
     target: str
     """The operator, e.g. `aten.mm.default`; the placeholder's name for inputs."""
     inputs: tuple[NodeId, ...]
-    """Nodes whose values this one reads, without repeats, in order of the arguments; sizes apart."""
+    """Nodes whose values this one reads, without repeats, in order of the arguments; `sizes` are not among them."""
     sizes: tuple[NodeId, ...] = ()
-    """Graph inputs that are sizes and that this node, its shape or the shape of what it reads depends on, ascending."""
+    """Graph inputs that are sizes and that this node, its shape or its inputs' shapes depend on, ascending."""
     after: tuple[NodeId, ...] = ()
-    """Nodes that must run earlier without a data dependency: random order, mutation, side effects."""
+    """Nodes that must run earlier for another reason than data: random draws, mutation, side effects."""
     is_collective: bool = False
-    """Whether it communicates with other ranks, who must do so in the same order."""
+    """Whether it communicates with other ranks; all ranks must do so in the same order."""
     is_alone: bool = False
     """Whether it shares its segment only with nodes that are alone too."""
     keeps_order: bool = False
-    """Whether it draws random numbers or has a side effect, so that such nodes keep their order."""
+    """Whether it draws random numbers or has a side effect; such nodes keep their order."""
     module: str = ""
     """FQN of the module the node came from; empty where the metadata did not survive."""
     is_backward: bool = False
@@ -169,7 +169,7 @@ class Capture:
     role: Role
     nodes: tuple[Node, ...]
     outputs: tuple[NodeId | None, ...]
-    """What the graph returns, in order; None where it returns None."""
+    """Outputs of the graph, in order; None where it returns None."""
     without_formula: tuple[str, ...] = ()
     """Operators whose work is their bytes alone, sorted."""
     sizes: tuple[tuple[str, int], ...] = ()
@@ -205,16 +205,16 @@ class Segment:
     """FQN of the module that most of its work belongs to; empty where there is none."""
     body: BodyId
     inputs: tuple[BufferId, ...]
-    """In the order in which the body takes them."""
+    """Buffers that it reads, in the order of the body's inputs."""
     outputs: tuple[BufferId, ...]
-    """In the order in which the body returns them."""
+    """Buffers that it makes, in the order of the body's outputs."""
     after: tuple[SegmentId, ...]
     """Segments that must end earlier without a buffer between them."""
     work: Work
     workspace_bytes: int = 0
     """Bytes that it allocates while it runs, besides its outputs."""
     has_collective: bool = False
-    """Whether it communicates with other ranks, who must do so in the same order."""
+    """Whether it communicates with other ranks; all ranks must do so in the same order."""
     phase: Phase | None = None
     """Its part of a training step, in the graph of a whole step."""
 
@@ -271,11 +271,11 @@ class Partition:
 
 
 class CostSource(enum.StrEnum):
-    """Where a duration comes from."""
+    """Source of a duration."""
 
     FORMULA = "formula"
     SCALED = "scaled"
-    """The formula, times measured over formula at the nearest number of units where the body was measured."""
+    """The formula, corrected by the ratio of measurement to formula at the nearest measured number of units."""
     MEASURED = "measured"
 
 
@@ -302,15 +302,15 @@ class CostTable:
     handover_ns: int
     """Time from the end of a segment to the start of its reader on another lane."""
     slowdown: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
-    """`slowdown[a][b]`: factor by which work of kind a is slowed by work of kind b on the rest of the device, where
-    kind 0 is arithmetic and kind 1 is memory."""
+    """`slowdown[a][b]`: factor by which work of kind b on the rest of the device slows work of kind a, where kind 0 is
+    arithmetic and kind 1 is memory traffic."""
 
 
 # ------------------------------------------------------------------------------------------------- stage 3: plan
 
 
 class Origin(enum.StrEnum):
-    """Which method made a plan, and whether it is proven to be optimal."""
+    """Method that made a plan, and whether the plan is proven to be optimal."""
 
     OPTIMAL = "optimal"
     """Without interference, its makespan equals the bound. A solver's claim of optimality is not enough."""
@@ -341,7 +341,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Where and when one segment runs."""
+    """Lane, quota and time of one segment."""
 
     segment: SegmentId
     lane: LaneId
@@ -360,7 +360,7 @@ class Candidate:
     """A schedule that the planner considered."""
 
     name: str
-    """Of the method that made it."""
+    """Name of the method that made it."""
     undisturbed_ns: int
     """Makespan without interference between concurrent segments."""
     makespan_ns: int
@@ -378,18 +378,18 @@ class Plan:
     """Durations include interference."""
     makespan_ns: int
     undisturbed_ns: int
-    """Makespan without interference between concurrent segments; the bound is a limit of this one."""
+    """Makespan without interference between concurrent segments; `lower_bound_ns` bounds it."""
     serial_ns: int
     """Predicted makespan of the serial plan."""
     lower_bound_ns: int
     candidates: tuple[Candidate, ...] = ()
-    """In the order in which the planner considered them."""
+    """Candidates, in the order in which the planner considered them."""
     seed: int = 0
     solver: str | None = None
     """Name and version of the solver; None if only heuristics ran."""
     memory_quota: int | None = None
     """Bytes that buffers made by the graph may take at any instant; None is no limit. To keep it, a segment waits for
-    all segments that end before its start in the plan, whatever the durations turn out to be."""
+    all segments that end before its start in the plan, even if actual durations differ."""
     stopped_early: bool = False
     """Whether a time limit ended the search, so that a faster machine could find another plan."""
     pinned: bool = False
@@ -397,12 +397,12 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the undisturbed makespan is above the bound: with 0.02, it is at most 2 % above the optimum."""
+        """Relative distance of the undisturbed makespan from the bound; 0.02 means at most 2 % above the optimum."""
         return self.undisturbed_ns / self.lower_bound_ns - 1 if self.lower_bound_ns else 0.0
 
     @property
     def uses_lanes(self) -> bool:
-        """Whether any segment runs on another lane than lane 0, which has all units."""
+        """Whether a segment runs on another lane than lane 0, which has all units."""
         return any(assignment.lane != 0 for assignment in self.assignments)
 
     @property
@@ -451,7 +451,7 @@ class Hold:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """When every buffer that is not a graph output is released, and the planned peaks of bytes."""
+    """Release points of all buffers that are not graph outputs, and the planned peaks of bytes."""
 
     holds: tuple[Hold, ...]
     at_end: tuple[BufferId, ...]
@@ -459,7 +459,7 @@ class MemoryPlan:
     peak_bytes_by_lane: tuple[int, ...]
     """Per lane of the plan, the peak of the bytes of buffers that were produced there and are still alive."""
     peak_bytes: int
-    """The same for the whole device, if segments run at their planned times."""
+    """Peak on the whole device, if segments run at their planned times."""
 
 
 # ------------------------------------------------------------------------------------------------- stage 6: emit
@@ -502,12 +502,12 @@ Instruction = Launch | Record | Wait | Release
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What the runtime executes: one list of instructions per lane of the plan."""
+    """Input of the runtime: one list of instructions per lane of the plan."""
 
     name: str
     lanes: tuple[Lane, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
-    """Per lane, in order."""
+    """Instructions of every lane, in order."""
     num_buffers: int
     num_events: int
     inputs: tuple[BufferId, ...]
@@ -526,7 +526,7 @@ class Span:
     start_ns: int
     end_ns: int
     core: int
-    """The CPU core of the lane's thread when the segment ended; -1 where the device has no cores."""
+    """CPU core of the lane's thread when the segment ended; -1 where the device has no cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -535,7 +535,7 @@ class Trace:
 
     spans: tuple[Span, ...] = ()
     duration_ns: int = 0
-    """From the call of the runtime to its return."""
+    """Time from the call of the runtime to its return."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -563,7 +563,7 @@ class GraphBreak:
     """A place where Dynamo had to end a graph, so that work before it cannot overlap with work after it."""
 
     graph: str
-    """The Dynamo graph that ends here."""
+    """Name of the Dynamo graph that ends here."""
     problem: str
     explanation: str
     file: str
@@ -573,4 +573,4 @@ class GraphBreak:
     remedies: tuple[str, ...]
     """Changes that remove it, the most promising first."""
     callers: tuple[str, ...] = ()
-    """`file:line` of every call that leads to it, the outermost first, and of itself."""
+    """`file:line` of every call that leads to it, the outermost first; the break itself is last."""

@@ -1,4 +1,4 @@
-"""The variants of a graph or of a training step, and the verdict of autotuning, which decides between them."""
+"""The variants of a graph or of a training step, and the verdict of autotuning, which selects one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Variant(enum.StrEnum):
     SERIAL = "segments in turn"
     """The serial plan: segments one after the other on the whole device."""
     PLAN = "plan"
-    NARROW = "plan, at most two concurrent segments"
+    NARROW = "plan with at most two concurrent segments"
     """A whole step on a GPU: a second plan of the same segments."""
     INDUCTOR = "Inductor"
     """The whole graph as Inductor compiles it; of a step, its whole graphs in turn."""
     LOOP = "loop over micro-batches"
-    """A step: forward and backward of one micro-batch after the other, as autograd calls them, then the optimizer."""
+    """A step: forward and backward of one micro-batch after the other, called by autograd, then the optimizer."""
     EAGER = "loop in eager"
     """The same loop without a compiler."""
     TRACED = "Inductor, traced step"
@@ -51,9 +51,9 @@ class Verdict:
     standings: tuple[Standing, ...]
     """The winner first, the others by ratio."""
     num_steps: int
-    """Steps of the training loop in which it was measured."""
+    """Number of steps of the training loop in which it was measured."""
     is_remembered: bool = False
-    """Whether those were steps of an earlier process."""
+    """Whether it was measured in an earlier process."""
     prepare_ns: int = field(default=0, compare=False)
     """How long steps of this process waited for compiles of candidates."""
 
@@ -79,7 +79,7 @@ class Verdict:
 
     @property
     def loop(self) -> str:
-        """Return which training loop it was measured in, in words."""
+        """The training loop in which it was measured, in words."""
         return "an earlier training loop" if self.is_remembered else "the training loop"
 
     @property

@@ -1,1 +1,1 @@
-"""What is known of ATen operators: the work they do, and the arguments that they write to."""
+"""Properties of ATen operators: their work, their side effects, and the arguments that they write to."""

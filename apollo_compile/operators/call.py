@@ -1,4 +1,4 @@
-"""A call of an operator as formulas see it: tensor metadata instead of tensors, sizes as sympy expressions."""
+"""Calls of operators with tensor metadata instead of tensors, and sizes as sympy expressions."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class TensorMeta:
 
     @property
     def num_elements(self) -> Expr:
-        """Elements of the tensor, repeated ones included."""
+        """Number of elements, including repeated ones."""
         return product(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class OperatorCall:
     """A call of an operator, with metadata instead of tensors."""
 
     args: tuple[Any, ...]
@@ -40,11 +40,11 @@ class Call:
     outputs: tuple[TensorMeta, ...]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument, however it was passed."""
+        """Return an argument that was passed by position or by name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
 
-Formula: TypeAlias = Callable[[Call], Expr]
+Formula: TypeAlias = Callable[[OperatorCall], Expr]
 
 
 def product(factors: Iterable[Any]) -> Expr:
@@ -60,7 +60,7 @@ def product(factors: Iterable[Any]) -> Expr:
 
 
 def total_bytes(tensors: Iterable[Any]) -> Expr:
-    """Return the bytes of the tensors among `tensors`."""
+    """Return the total bytes of the tensors among some values."""
     return sympy.Add(*(tensor.num_bytes for tensor in tensors if isinstance(tensor, TensorMeta)))
 
 

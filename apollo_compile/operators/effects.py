@@ -1,13 +1,14 @@
 """Side effects of operators, which keep them in graph order.
 
-    is_opaque(node)         nothing is known of its side effects
+    is_opaque(node)         its side effects are unknown
     has_effect(node)        it may have a side effect that is visible in no tensor
     draws(node)             it may advance a random generator
-    is_collective(node)     it exchanges values with other devices; is_waited_for(node): the graph waits for all of them
+    is_collective(node)     it exchanges values with other devices
+    is_waited_for(node)     the graph waits for every output of a collective
     reads_number(node)      it reads a number from a tensor
 
-The answers follow from torch's tags and schemas, and from `table.py` where torch declares too little. Writes to memory
-are in `writes.py`.
+The sources are torch's tags and schemas, and `table.py` where torch declares too little. `writes.py` has the writes to
+memory.
 """
 
 from __future__ import annotations
@@ -31,10 +32,7 @@ _COLLECTIVE_NAMESPACES = frozenset(
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether nothing is known of the operator's side effects.
-
-    That holds for custom operators, unless they are tagged as pointwise, and for higher-order operators.
-    """
+    """Whether the operator's side effects are unknown: it is custom and not tagged as pointwise, or higher-order."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
@@ -42,7 +40,7 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether the operator may have a side effect that is visible in no tensor, so that it stays in order."""
+    """Whether the operator may have a side effect other than writing to tensors, so that it keeps its order."""
     target = node.target
     if is_opaque(node) or not isinstance(target, torch._ops.OpOverload):
         return True

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from apollo_compile.ir import KernelKind
 from apollo_compile.operators import formulas
-from apollo_compile.operators.call import Call, Expr, Formula
+from apollo_compile.operators.call import Expr, Formula, OperatorCall
 
 
 class WorkKind(enum.StrEnum):
-    """The kind of work that an operator does."""
+    """Kinds of work of operators."""
 
     VIEW = "view"
     """No work: its result is its first input, or a view of it."""
@@ -31,28 +31,28 @@ class WorkKind(enum.StrEnum):
     LOOKUP = "lookup"
     """Sorts, scans and searches: library calls whose memory accesses depend on the values."""
     UNKNOWN = "unknown"
-    """Without a formula: its work is its bytes alone."""
+    """An operator without a formula: its work is its bytes alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """What the compiler knows of an operator beyond its schema and its tags in torch."""
+    """Properties of an operator that its schema and its tags in torch do not have."""
 
     kind: WorkKind
     flops: Formula = formulas.nothing
     read: Formula = formulas.all_inputs
-    """Bytes."""
+    """Bytes read."""
     written: Formula = formulas.all_outputs
-    """Bytes."""
+    """Bytes written."""
     tiles: Formula = formulas.nothing
     launches: Formula = formulas.one
     """Kernels that it launches if nothing is fused with it."""
     kernel: KernelKind = KernelKind.LOOP
     is_fusible: bool = True
-    """Whether Inductor fuses it into a loop with its neighbours, on every device; else it is a call, or a loop whose
-    result is complete only when the loop has ended."""
+    """Whether Inductor fuses it into a loop with its neighbours on every device; else it is a library call, or a loop
+    whose result is complete only when the loop has ended."""
     reads_only: str = ""
-    """What it does if it has no outputs and writes nothing, such as "asserts"; else empty: Note [Undeclared writes]."""
+    """Purpose of an operator without outputs that writes nothing, such as "asserts": Note [Undeclared writes]."""
     writes: tuple[str, ...] = ()
     """Arguments that it writes to although its schema does not declare it."""
     resizes_storage: bool = False
@@ -66,12 +66,12 @@ class Operator:
 
 
 def view() -> Operator:
-    """An operator whose result is its first input or a view of it."""
+    """Return the entry of an operator whose result is its first input or a view of it."""
     return Operator(kind=WorkKind.VIEW, read=formulas.nothing, written=formulas.nothing, launches=formulas.nothing)
 
 
 def free(*, reads_only: str = "", stays_with_input: bool = False, waits: bool = False) -> Operator:
-    """An operator without work on the device."""
+    """Return the entry of an operator without work on the device."""
     return Operator(
         kind=WorkKind.FREE,
         read=formulas.nothing,
@@ -84,32 +84,32 @@ def free(*, reads_only: str = "", stays_with_input: bool = False, waits: bool = 
 
 
 def constant() -> Operator:
-    """A constant factory: written at most, since its readers compute it again."""
+    """Return the entry of a constant factory: at most written, since its readers recompute it."""
     return Operator(kind=WorkKind.CONSTANT, read=formulas.nothing, launches=formulas.nothing)
 
 
 def pointwise(flops: int) -> Operator:
-    """A pointwise operator of `flops` per element."""
+    """Return the entry of a pointwise operator of `flops` per element."""
     return Operator(kind=WorkKind.POINTWISE, flops=formulas.per_output(flops))
 
 
 def pointwise_on_lists(flops: int) -> Operator:
-    """A pointwise operator on lists, of `flops` per element of every tensor."""
+    """Return the entry of a pointwise operator on lists, of `flops` per element of every tensor."""
     return Operator(kind=WorkKind.POINTWISE, flops=formulas.per_output_of_all(flops))
 
 
 def reduction(flops: int, *, is_fusible: bool = True) -> Operator:
-    """A reduction of `flops` per element of the input."""
+    """Return the entry of a reduction of `flops` per element of the input."""
     return Operator(kind=WorkKind.REDUCTION, flops=formulas.per_input(flops), is_fusible=is_fusible)
 
 
 def copy(read: Formula = formulas.all_inputs, *, is_fusible: bool = True) -> Operator:
-    """An operator that only moves elements."""
+    """Return the entry of an operator that only moves elements."""
     return Operator(kind=WorkKind.COPY, read=read, is_fusible=is_fusible)
 
 
 def gather(flops: int = 0, read: Formula = formulas.all_inputs, *, is_fusible: bool = True) -> Operator:
-    """An operator that reads at computed addresses, with `flops` per element of the result."""
+    """Return the entry of an operator that reads at computed addresses, with `flops` per element of the result."""
     return Operator(
         kind=WorkKind.GATHER,
         flops=formulas.per_output(flops) if flops else formulas.nothing,
@@ -119,7 +119,7 @@ def gather(flops: int = 0, read: Formula = formulas.all_inputs, *, is_fusible: b
 
 
 def scatter(values: formulas.Elements, *, replaces: bool = True, launches: Formula = formulas.one) -> Operator:
-    """An operator that reads values and indices, and reads and writes only the addressed elements of its target.
+    """Return the entry of an operator that reads and writes only the addressed elements of its target.
 
     Arguments:
         values: the elements and bytes that are written.
@@ -127,14 +127,14 @@ def scatter(values: formulas.Elements, *, replaces: bool = True, launches: Formu
         launches: kernels that it launches.
     """
 
-    def flops(call: Call) -> Expr:
+    def flops(call: OperatorCall) -> Expr:
         return values(call)[0]
 
-    def read(call: Call) -> Expr:
+    def read(call: OperatorCall) -> Expr:
         target = call.inputs[0].num_bytes if replaces else formulas.nothing(call)
         return formulas.all_inputs(call) - target + values(call)[1]
 
-    def written(call: Call) -> Expr:
+    def written(call: OperatorCall) -> Expr:
         return values(call)[1]
 
     return Operator(
@@ -149,22 +149,22 @@ def scatter(values: formulas.Elements, *, replaces: bool = True, launches: Formu
 
 
 def random(flops: int, *, is_fusible: bool, draws: bool = False) -> Operator:
-    """A random operator of `flops` per number."""
+    """Return the entry of a random operator of `flops` per number."""
     return Operator(kind=WorkKind.RANDOM, flops=formulas.per_output(flops), is_fusible=is_fusible, draws=draws)
 
 
 def lookup() -> Operator:
-    """A sort, a scan or a search."""
+    """Return the entry of a sort, a scan or a search."""
     return Operator(kind=WorkKind.LOOKUP, flops=formulas.per_input(1), kernel=KernelKind.LIBRARY, is_fusible=False)
 
 
 def matmul(flops: Formula, tiles: Formula = formulas.matmul_tiles, kernel: KernelKind = KernelKind.MATMUL) -> Operator:
-    """A matmul."""
+    """Return the entry of a matmul."""
     return Operator(kind=WorkKind.MATMUL, flops=flops, tiles=tiles, kernel=kernel, is_fusible=False)
 
 
 def convolution(flops: Formula) -> Operator:
-    """A convolution, forward."""
+    """Return the entry of a forward convolution."""
     return Operator(
         kind=WorkKind.CONVOLUTION,
         flops=flops,
@@ -175,7 +175,7 @@ def convolution(flops: Formula) -> Operator:
 
 
 def convolution_backward() -> Operator:
-    """The gradients of a convolution."""
+    """Return the entry of the gradients of a convolution."""
     return Operator(
         kind=WorkKind.CONVOLUTION,
         flops=formulas.convolution_backward_flops,
@@ -188,7 +188,7 @@ def convolution_backward() -> Operator:
 
 
 def attention() -> Operator:
-    """Scaled dot product attention: query, key and value come first."""
+    """Return the entry of scaled dot product attention; query, key and value are the first arguments."""
     return Operator(
         kind=WorkKind.ATTENTION,
         flops=formulas.attention_flops,
@@ -199,7 +199,7 @@ def attention() -> Operator:
 
 
 def attention_backward(launches: int) -> Operator:
-    """The gradients of attention: the gradient of the output comes first, then query, key and value."""
+    """Return the entry of attention's gradients; the first arguments are output gradient, query, key and value."""
     return Operator(
         kind=WorkKind.ATTENTION,
         flops=formulas.attention_backward_flops,
@@ -211,7 +211,7 @@ def attention_backward(launches: int) -> Operator:
 
 
 def by_bytes(*, writes: tuple[str, ...] = (), resizes_storage: bool = False) -> Operator:
-    """A library call whose work is its bytes alone, since there is no better formula."""
+    """Return the entry of a library call without a formula, whose work is its bytes alone."""
     return Operator(
         kind=WorkKind.UNKNOWN,
         kernel=KernelKind.LIBRARY,

@@ -1,7 +1,7 @@
 """The operator table: one entry per operator. Nothing else in this package lists names of operators.
 
-    OPERATORS              by name: of an operator, `aten.sum`, or of one of its overloads, `aten.max.dim`
-    find_operator(name)    the entry of an overload; `UNLISTED` where the table has none
+    OPERATORS              entries by name of an operator, `aten.sum`, or of an overload, `aten.max.dim`
+    find_operator(name)    the entry of an overload; `UNLISTED` if the table has none
 
 A row has a namespace, the entry that its operators share, and their names. To add an operator, put its name into the
 row that fits, or write a new row; `entry.py` has the constructors of entries, `formulas.py` the formulas. Each formula
@@ -297,10 +297,10 @@ OPERATORS: Mapping[str, Operator] = {
 
 
 def find_operator(name: str) -> Operator:
-    """Return the entry of an overload, such as `aten.add_.Tensor`; `UNLISTED` where the table has none.
+    """Return the entry of an overload, such as `aten.add_.Tensor`; `UNLISTED` if the table has none.
 
-    The first of these that has an entry counts: the overload, the operator, its functional form, and for a prim the
-    ATen operator of the same name.
+    Names are tried in this order: the overload, the operator, its functional form, and for a prim the ATen operator of
+    the same name.
     """
     operator, _, _ = name.rpartition(".")
     functional = operator.removesuffix("_")

@@ -19,7 +19,7 @@ import sympy
 import torch
 
 from apollo_compile import ir
-from apollo_compile.operators.call import ZERO, Call, Expr, TensorMeta, distinct_tensors, product
+from apollo_compile.operators.call import ZERO, Expr, OperatorCall, TensorMeta, distinct_tensors, product
 from apollo_compile.operators.entry import Operator, WorkKind, free, pointwise, view
 from apollo_compile.operators.table import UNLISTED, find_operator
 
@@ -38,14 +38,14 @@ class NodeWork:
     """Kernels that the operator launches if nothing is fused with it."""
     kernel: ir.KernelKind = ir.KernelKind.LOOP
     dtype: str = "float32"
-    """Of the first operand."""
+    """Type of the first operand."""
 
 
 # ------------------------------------------------------------------------------------------------------ interface
 
 
 def work_of(node: torch.fx.Node) -> NodeWork:
-    """Return the work of a node, from the `val` metadata of the node and its arguments.
+    """Return the work of a node, computed from the `val` metadata of the node and its arguments.
 
     Nodes that are not calls (placeholders, attributes, outputs) have no work.
     """
@@ -62,7 +62,7 @@ def node_work(target: object, args: Iterable[Any], kwargs: Mapping[str, Any], ou
     """
     known: dict[int, TensorMeta] = {}  # a tensor that is passed twice is read once
     call_args, call_kwargs = _describe(tuple(args), known), _describe(dict(kwargs), known)
-    call = Call(
+    call = OperatorCall(
         args=call_args,
         kwargs=call_kwargs,
         inputs=distinct_tensors((call_args, call_kwargs)),
@@ -84,7 +84,8 @@ def node_work(target: object, args: Iterable[Any], kwargs: Mapping[str, Any], ou
 def evaluate(work: NodeWork, hints: Mapping[sympy.Symbol, int]) -> ir.Work:
     """Return the work as integers, with every shape symbol replaced by its hint.
 
-    Raises `ValueError` where a symbol has no hint.
+    Raises:
+        ValueError: a symbol has no hint.
     """
     formulas = (work.flops, work.bytes_read, work.bytes_written, work.tiles, work.launches)
     flops, read, written, tiles, launches = (evaluate_formula(formula, hints) for formula in formulas)
@@ -105,7 +106,8 @@ def evaluate(work: NodeWork, hints: Mapping[sympy.Symbol, int]) -> ir.Work:
 def evaluate_formula(formula: Expr, hints: Mapping[sympy.Symbol, int]) -> int:
     """Return the value of a formula, with every shape symbol replaced by its hint.
 
-    Raises `ValueError` where a symbol has no hint.
+    Raises:
+        ValueError: a symbol has no hint.
     """
     if not formula.is_Integer:
         formula = formula.xreplace({symbol: sympy.Integer(value) for symbol, value in hints.items()})
@@ -163,7 +165,7 @@ def _is_zero(stride: int | torch.SymInt) -> bool:
 
 
 def _operator_of(target: object, *, makes_tensors: bool) -> Operator:
-    """Return the entry of a node's target, or one made from torch's properties of it where it has none."""
+    """Return the entry of a node's target, or one derived from torch's properties of the target."""
     operator = find_operator(name_of(target))
     if operator is not UNLISTED:
         return operator

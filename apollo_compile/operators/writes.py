@@ -1,4 +1,4 @@
-"""Which memory an operator writes to: the only file that decides whether something is mutated.
+"""Writes of operators to memory; no other file decides whether a tensor is mutated.
 
     written_by(node)        arguments of a node whose memory it writes to
     resizes_storage(node)   whether the node resizes the storage of an argument
@@ -9,7 +9,7 @@ Note [Undeclared writes]
     The schema of an operator declares the arguments that it writes to, and nearly always that is complete. But an
     operator without outputs and without a declared write would have no reason to be in a graph:
     `inductor::resize_storage_bytes_` is one, which frees memory. So an operator without outputs is assumed to write to
-    all of its tensors, unless it declares which, or its entry in `table.py` says what it does instead (`reads_only`).
+    all of its tensors, unless it declares which, or its entry in `table.py` has another purpose for it (`reads_only`).
     Operators with outputs that declare too few writes have `writes` in their entry.
 
     Higher-order operators are functional after AOTAutograd, except for writes of their inner graphs.

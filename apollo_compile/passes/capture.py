@@ -57,10 +57,10 @@ from apollo_compile.operators.writes import frees_storage, resizes_storage, writ
 _CPU = torch.device("cpu")
 
 _CELL = r"\.__closure__\[(\d+)\]\.cell_contents"
-"""A variable of a function around another one, which holds a model that the inner one calls."""
+"""A closure variable that holds a model."""
 
 _ROOT = rf"^[LG]\['([^']*)'\](?:{_CELL})*\.?"
-"""The beginning of a module's path: a local or global variable, or a variable of a function that is in one."""
+"""The beginning of a module's path: a local, global or closure variable."""
 
 _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
@@ -170,7 +170,7 @@ def resize_capture(capture: Capture, formulas: Formulas, sizes: Mapping[str, int
 def module_path(fx_node: fx.Node, *, keeps_root: bool = False) -> str:
     """Return the FQN of the innermost module that a node came from, or an empty string.
 
-    With `keeps_root` it begins with the name of the variable that holds the model, for code that calls several.
+    With `keeps_root` it begins with the name of the variable that holds the model, for code that calls several models.
     """
     path = _raw_path(fx_node)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
@@ -194,12 +194,12 @@ def _root_of(fx_node: fx.Node) -> str:
 
 
 def _name_of_root(found: re.Match[str]) -> str:
-    """Return the name of a variable in a path; variables of functions have none there, so they are numbered."""
+    """Return the name of the variable that a path begins with; closure variables are numbered."""
     return "".join((found[1], *(f".closure{number}" for number in re.findall(_CELL, found[0])), "."))
 
 
 class _Symbols:
-    """The symbols in the shapes of a graph: the input that gives each of them, and its value in the trace."""
+    """The symbols in the shapes of a graph, each with the input that defines it and its value in the trace."""
 
     def __init__(self, graph_module: fx.GraphModule, device: torch.device) -> None:
         self._device = device
@@ -283,7 +283,7 @@ class _OrderKeeper:
         self._inputs: set[fx.Node] = set()
         """Graph inputs that are tensors."""
         self._numbers: dict[fx.Node, dict[fx.Node, NodeId | None]] = {}
-        """By node that depends on numbers: the tensors that they are read from, and the last writer of each by then."""
+        """Per node that depends on numbers: the tensors that they are read from, each with its last writer before."""
 
     def after(
         self, fx_node: fx.Node, node_id: NodeId, kind: NodeKind, ids: dict[fx.Node, NodeId]
@@ -318,12 +318,12 @@ class _OrderKeeper:
             found.update(self._readers.get(root, ()))
         found.update(self._read(read, node_id))
         self._writer.update(dict.fromkeys(written, node_id))
-        if written:  # it may return what it wrote to
+        if written:  # it may return the tensor that it wrote to
             self._bases[fx_node] = written | {fx_node}
         return tuple(sorted(found - {node_id} - {ids[value] for value in fx_node.all_input_nodes}))
 
     def _read(self, roots: Iterable[fx.Node], node_id: NodeId) -> tuple[NodeId, ...]:
-        """Note that a node reads `roots`, and return their last writers."""
+        """Register a node as reader of `roots`, and return their last writers."""
         for root in roots:
             self._readers.setdefault(root, []).append(node_id)
         return tuple(sorted({self._writer[root] for root in roots if root in self._writer}))
@@ -369,7 +369,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == "streams":
             raise UnsupportedGraphError(
-                f"node {fx_node.name} ({target}) uses a stream of the user's: a plan chooses the streams itself"
+                f"node {fx_node.name} ({target}) uses a stream chosen by the user; the plan assigns streams itself"
             )
         _check_value(fx_node, device)
         known = find_operator(name_of(target))

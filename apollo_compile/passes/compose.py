@@ -30,7 +30,7 @@ class Call:
     """One use of a graph in a step."""
 
     graph: int
-    """Which of the graphs."""
+    """Index of the graph."""
     label: str
     """Suffix of the names of its segments, e.g. `@2` for a micro-batch; empty for a graph that is called once."""
     phase: Phase
@@ -54,9 +54,9 @@ def compose_step(
     """Return the graph of a step.
 
     Arguments:
-        name: of the step.
+        name: name of the step.
         graphs: graphs that are called; bodies of graph `g` are numbered after those of all graphs before it.
-        calls: in an order in which they could run one after the other.
+        calls: calls of these graphs, in an order in which they could run one after the other.
         inputs: names of the inputs of the step, in order.
         outputs: names of its outputs, in order: values that a call makes, or inputs that are passed through.
         ordered: by graph, segments that run after all `ordered` segments of earlier calls.
@@ -84,11 +84,11 @@ class _Linker:
         self._buffers: list[Buffer] = []
         self._readers: list[list[SegmentId]] = []
         self._buffer_of: dict[str, BufferId] = {}
-        """By name of a value."""
+        """Buffer of every named value."""
         self._users: dict[BufferId, list[SegmentId]] = {}
         """Segments that take a value, since the last call that wrote to it."""
         self._writers: dict[BufferId, list[SegmentId]] = {}
-        """Segments that take it in the last call that wrote to it."""
+        """Segments that take a value in the last call that wrote to it."""
         self._last_ordered: list[SegmentId] = []
         """Ordered segments of the latest call that has any."""
 
@@ -99,7 +99,7 @@ class _Linker:
     def link(self, call: Call) -> None:
         """Add the segments of one call."""
         graph = self._graphs[call.graph]
-        _expect_as_many(call, graph)
+        _check_arity(call, graph)
         first = len(self._segments)
         buffers = self._place_buffers(call, graph, first)
         written = {self._buffer_of[name] for name in call.writes}
@@ -138,7 +138,7 @@ class _Linker:
             self._last_ordered = [SegmentId(first + segment) for segment in ordered]
 
     def finish(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> SegmentGraph:
-        """Return the graph."""
+        """Return the graph of the step."""
         returned = tuple(self._lookup(value, "the step returns") for value in outputs)
         buffers = tuple(
             replace(buffer, readers=tuple(readers), is_output=buffer.id in returned)
@@ -202,7 +202,7 @@ def _offsets(counts: Iterable[int]) -> list[int]:
     return found
 
 
-def _expect_as_many(call: Call, graph: SegmentGraph) -> None:
+def _check_arity(call: Call, graph: SegmentGraph) -> None:
     if (len(call.takes), len(call.makes)) != (len(graph.inputs), len(graph.outputs)):
         raise ValueError(
             f"{graph.name} has {len(graph.inputs)} inputs and {len(graph.outputs)} outputs; it is called with "

@@ -1,4 +1,4 @@
-"""Stage 2: the modes of every segment, with their durations.
+"""Stage 2: estimate the durations of every segment.
 
     (SegmentGraph, DeviceProfile, Observations) -> CostTable
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from apollo_compile.cost_model.roofline import Prediction, predict
+from apollo_compile.cost_model.roofline import SegmentTime, predict
 from apollo_compile.ir import CostSource, CostTable, Mode, Observations, Segment, SegmentGraph
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Ob
     footprint = sum(buffer.num_bytes for buffer in graph.buffers)
     first = {segment.body: segment.id for segment in reversed(graph.segments)}
 
-    def formula(segment: Segment, units: int) -> Prediction:
+    def formula(segment: Segment, units: int) -> SegmentTime:
         return predict(
             segment.work,
             profile,

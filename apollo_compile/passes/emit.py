@@ -78,5 +78,5 @@ def emit_program(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, memory: Memor
 
 
 def _takes(inputs: Sequence[BufferId], released: Collection[BufferId]) -> tuple[bool, ...]:
-    """Return which inputs a launch takes from the program; one that is there twice is taken the last time."""
+    """Return which inputs a launch takes over; of a repeated input, the last occurrence is taken over."""
     return tuple(buffer in released and buffer not in inputs[place + 1 :] for place, buffer in enumerate(inputs))

@@ -1,8 +1,8 @@
-"""Stage 1c: a whole graph as one segment, as a compiler for whole graphs runs it.
+"""Stage 1c: join all segments of a graph into one, for a compiler of whole graphs.
 
     SegmentGraph -> SegmentGraph of one segment
 
-It has the same inputs and outputs; what is made and read inside is no buffer any more.
+Inputs and outputs stay the same; intermediate values are no longer buffers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from apollo_compile.ir import BodyId, Buffer, BufferId, Segment, SegmentGraph, S
 
 
 def join_segments(graph: SegmentGraph) -> tuple[SegmentGraph, Sequence[int]]:
-    """Return a graph of one segment with the same inputs and outputs, and places among the outputs.
+    """Return a graph of one segment with the same inputs and outputs, and the positions of the body's outputs.
 
-    The places are of what the body of the segment has to make, in this order: outputs that are neither None, nor
-    inputs, nor returned before.
+    The body makes only graph outputs that are neither None, nor inputs, nor repeated; the positions are those of these
+    outputs among the graph outputs, in order.
     """
     places: dict[BufferId, int] = {}
     for place, buffer in enumerate(graph.outputs):
@@ -37,7 +37,7 @@ def join_segments(graph: SegmentGraph) -> tuple[SegmentGraph, Sequence[int]]:
         after=(),
         work=Work(),
     )
-    buffers = tuple(_belonging(graph.buffers[old], new, old in taken) for old, new in number.items())
+    buffers = tuple(_renumber(graph.buffers[old], new, old in taken) for old, new in number.items())
     joined = replace(
         graph,
         segments=(segment,),
@@ -48,6 +48,6 @@ def join_segments(graph: SegmentGraph) -> tuple[SegmentGraph, Sequence[int]]:
     return joined, tuple(places.values())
 
 
-def _belonging(buffer: Buffer, new: BufferId, is_input: bool) -> Buffer:
+def _renumber(buffer: Buffer, new: BufferId, is_input: bool) -> Buffer:
     only = SegmentId(0)
     return replace(buffer, id=new, producer=None if is_input else only, readers=(only,) if is_input else ())

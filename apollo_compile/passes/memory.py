@@ -68,7 +68,7 @@ def plan_memory(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, *, owners_rele
 
 
 def _clocks(plan: Plan, syncs: SyncPlan) -> dict[SegmentId, tuple[int, ...]]:
-    """Return, per segment, how many segments of every lane are known to have ended when it has."""
+    """Return the vector clock at the end of every segment: how many segments of each lane have ended by then."""
     producers: dict[SegmentId, list[SegmentId]] = {}
     for wait in syncs.waits:
         producers.setdefault(wait.consumer, []).append(wait.producer)
@@ -85,7 +85,7 @@ def _clocks(plan: Plan, syncs: SyncPlan) -> dict[SegmentId, tuple[int, ...]]:
 
 class _Lifetime(NamedTuple):
     lane: LaneId
-    """Of the producer."""
+    """Lane of the producer."""
     start_ns: int
     end_ns: int
     num_bytes: int
@@ -104,7 +104,7 @@ def _lifetimes(graph: SegmentGraph, plan: Plan, holds: Iterable[Hold]) -> list[_
 
 
 def _peak(lifetimes: Sequence[_Lifetime]) -> int:
-    """Return the most bytes alive at one time; what ends at an instant does not overlap with what starts then."""
+    """Return the most bytes alive at one time; at one instant, ends come before starts."""
     changes = [(life.end_ns, 0, -life.num_bytes) for life in lifetimes]
     changes += [(life.start_ns, 1, life.num_bytes) for life in lifetimes]
     peak = level = 0

@@ -11,16 +11,16 @@ start from layer names where the metadata has them:
    the label that all its labelled neighbours agree on.
 2. Its level is the number of label switches on the longest path from the inputs. Connected clusters of equal label and
    level form a piece; pieces form an acyclic graph, because a path that leaves one reaches higher levels only.
-3. Where the graph has no names, every cluster starts as a piece of its own. So do clusters of modules at an end of the
-   graph: next to no work leads to them, or follows them. Calls of one module are told apart although they share the
-   scale of a batch norm, or its running statistics.
+3. Where the graph has no names, every cluster starts as a piece of its own. So do clusters at an end of the graph: next
+   to no work precedes or follows them. Thus several calls of one module stay separate although they share the scale of
+   a batch norm, or its running statistics.
 
 Then pieces are contracted along edges u -> v, as long as that costs no parallelism:
 
 * lossless: every other predecessor of v precedes u too, and every other successor of u follows v too, so nothing could
   run in parallel at the boundary between them. Applied inside a layer, in graphs without names up to a share of the
   work, and everywhere with granularity "module";
-* tiny: one side has next to no work, and the other side is where it would have to wait anyway.
+* tiny: one side has next to no work, and would have to wait for the other side anyway.
 
 Of the tiny pieces that are left, those that wait for nothing are joined into one segment in front (`~first`), and those
 that nothing waits for into one behind (`~last`): each is read by, or reads from, several independent pieces.
@@ -30,15 +30,16 @@ A node that must be alone (`Node.is_alone`) shares a segment only with other suc
 In a backward graph, weight gradients are matmuls whose results no other segment needs. As part of their layer they
 delay the layers after it; as a segment of their own (`layers.3:weights`) they fill units that the chain of layers
 leaves idle, even in a model with a single tower. The price is a segment boundary that fusion does not cross, so with
-`weight_gradients` at "auto" both partitions are made, and the caller, who knows the device, says which is better.
+`weight_gradients` at "auto" both partitions are made, and the caller, who knows the device, selects the better one.
 
 In a backward graph, sums of the gradients of a layer that is called several times are its updates
 (`layers.3:update`).
 
 In the graph of a whole step, a layer occurs forward and backward, once for every micro-batch. Forward and backward of a
-layer are pieces of their own (`layers.3`, `layers.3:backward`). What follows the backward of one layer only, and that
-no layer waits for, are its updates (`layers.3:update`): sums of its gradients over micro-batches and what the optimizer
-does with them. Those of one level are one piece, connected or not, or every parameter would have one.
+layer are pieces of their own (`layers.3`, `layers.3:backward`). Nodes that follow the backward of one layer only, and
+that no layer waits for, are its updates (`layers.3:update`): sums of its gradients over micro-batches, and the
+optimizer's operations on them. Updates of one level are one piece, connected or not; else every parameter would have a
+piece.
 
 Guarantees: every compute node is in exactly one segment, the segment graph is acyclic and numbered in a topological
 order close to graph order, equal segments share one body. Leaves lanes and start times to the planner.
@@ -75,19 +76,19 @@ from apollo_compile.ir import (
 )
 
 _FLOPS_PER_BYTE = 2
-"""Flops that take about as long as moving one byte; weighs pieces against each other while no device is known."""
+"""Flops that take about as long as moving one byte; used to weigh pieces before the device is known."""
 
 _UPDATE = ":update"
-"""Ends the labels of what is done with the gradients of a layer."""
+"""Suffix of the labels of operations on the gradients of a layer."""
 
 _PLACES = ("pre", "mid", "post")
-"""Labels of what belongs to no module: before all modules, between them, after them."""
+"""Labels of nodes that belong to no module: before all modules, between them, after them."""
 
 _FIRST, _LAST = "~first", "~last"
 """Labels of small pieces of any modules that are joined."""
 
 _ALONE = "~"
-"""Label of nodes that must be alone, whichever layer they came from; no module has this name."""
+"""Label of nodes that must be alone; no module has this name."""
 
 _LAUNCH = 2**20
 """Weight of a piece whose work takes about as long as the launch of a segment."""
@@ -154,7 +155,7 @@ def _cut(capture: Capture, config: PartitionConfig, *, separates_weight_gradient
 
 
 def resize_partition(partition: Partition, capture: Capture) -> Partition:
-    """Return the same segments with the work and bytes of another capture of their graph, for other dynamic sizes."""
+    """Return the partition with the work and bytes of `capture`, the same graph with other dynamic sizes."""
     nodes = capture.nodes
     num_bytes = {node.name: node.num_bytes for node in nodes}
     ids = {node.name: node.id for node in nodes}
@@ -254,10 +255,10 @@ def _label_clusters(capture: Capture, clusters: _Clusters) -> list[str]:
 def _label_updates(clusters: _Clusters, labels: list[str]) -> tuple[list[str], list[bool]]:
     """Label the updates of every layer of a whole step, and return labels and whether a cluster belongs to updates.
 
-    An update follows the backward of a single layer, by whatever micro-batch, and no layer waits for it.
+    An update follows the backward of a single layer, for any micro-batches, and no layer waits for it.
     """
     layers: list[set[str]] = []
-    """The layers met first on the paths that lead to a cluster."""
+    """Per cluster, the nearest layers on the paths that lead to it."""
     follows_backward: list[bool] = []
     for cluster, before in enumerate(clusters.predecessors):
         follows_backward.append(clusters.are_backward[cluster] or any(follows_backward[other] for other in before))
@@ -277,13 +278,13 @@ def _label_updates(clusters: _Clusters, labels: list[str]) -> tuple[list[str], l
 
 
 def _find_ends(clusters: _Clusters, weight: list[float], limit: float) -> list[bool]:
-    """Return whether next to no work leads to a cluster, or follows it: less than `limit`, with its own.
+    """Return whether a cluster is at an end of the graph: with the work before or after it, it weighs below `limit`.
 
-    What the backward of a step computes from little is no end of the graph: it stays with the backward that reads it.
+    A backward cluster of a step with little work before it is no end: it stays with the backward that reads it.
     """
 
     def add_up(neighbours: Sequence[Iterable[int]], order: Iterable[int]) -> list[float]:
-        total = list(weight)  # what is reached on several paths counts once for each
+        total = list(weight)  # a cluster that is reached on several paths counts once for each
         for cluster in order:
             total[cluster] += sum(total[other] for other in neighbours[cluster])
         return total
@@ -296,11 +297,11 @@ def _find_ends(clusters: _Clusters, weight: list[float], limit: float) -> list[b
 
 
 def _spread_labels(clusters: _Clusters, labels: list[str], is_end: list[bool]) -> list[str]:
-    """Give clusters without a label that of the only labelled piece next to them: on both sides, before, or after.
+    """Give clusters without a label the label of the only labelled piece next to them: on both sides, before, or after.
 
-    It is pieces that are counted, not labels: the sum of the gradients of a layer that is used twice belongs to neither
-    use; with either, it would make the two uses dependent. What follows several uses of one layer and nothing waits for
-    is labelled as an update. Pieces at an end of the graph count where there are no others.
+    Pieces are counted, not labels: the sum of the gradients of a layer that is used twice belongs to neither use, or it
+    would make the two uses dependent. A cluster that follows several uses of one layer, and that nothing waits for, is
+    labelled as an update. Pieces at an end of the graph count where there are no others.
     """
     successors = _successors(clusters.predecessors)
     keys = _keys(clusters, labels)
@@ -326,7 +327,7 @@ def _spread_labels(clusters: _Clusters, labels: list[str], is_end: list[bool]) -
 
 
 def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], piece: list[int], cluster: int) -> set[int]:
-    """Return the labelled pieces met first on the paths from `cluster` along `neighbours`."""
+    """Return the nearest labelled pieces on the paths from `cluster` along `neighbours`."""
     found: set[int] = set()
     seen = {cluster}
     stack = list(neighbours[cluster])
@@ -373,9 +374,9 @@ def _successors(predecessors: Sequence[Iterable[int]]) -> list[set[int]]:
 def _group_by_level(clusters: _Clusters, labels: list[str], is_update: list[bool], is_end: list[bool]) -> list[int]:
     """Return the group of every cluster: connected clusters of one label and one level, forward and backward apart.
 
-    A cluster's level is the number of label switches on the longest path to it. What the backward computes from values
-    of the forward alone, such as masks, moves up to the level of what uses it, or it would be computed in the forward
-    and kept. Updates need not be connected.
+    A cluster's level is the number of label switches on the longest path to it. A backward cluster that reads values of
+    the forward only, such as a mask, moves up to the level of its users, or it would be computed in the forward and
+    kept. Updates need not be connected.
     """
     keys = _keys(clusters, labels)
     level: list[int] = []
@@ -390,7 +391,7 @@ def _group_by_level(clusters: _Clusters, labels: list[str], is_update: list[bool
 
 
 def _keys(clusters: _Clusters, labels: list[str]) -> list[Hashable]:
-    """Return the labels, with those of forward and backward told apart."""
+    """Return the labels, distinct for forward and backward."""
     return list(zip(labels, clusters.are_backward, strict=True))
 
 
@@ -486,7 +487,7 @@ class _Pieces:
                 self._descendants[piece] |= self._descendants[other] | self._mask[other]
 
     def share(self, piece: int) -> float:
-        """Return the share of the graph's work that `piece` has."""
+        """Return the share of `piece` in the graph's work, 0 to 1."""
         return self.weight[piece] / self.total
 
     def only_enters(self, u: int, v: int) -> bool:
@@ -542,9 +543,9 @@ class _Pieces:
 
 
 def _join_ends(pieces: _Pieces, config: PartitionConfig) -> None:
-    """Join tiny pieces that wait for nothing into one, and so those that nothing waits for.
+    """Join tiny pieces without predecessors into one, and tiny pieces without successors into another.
 
-    Each has several pieces behind or before it that are independent, or it would have been merged with one of them.
+    Each has several independent neighbours, or it would have been merged with one of them.
     """
     for first in (True, False):
         inner, outer = pieces.predecessors, pieces.successors
@@ -691,7 +692,7 @@ def _build(capture: Capture, clusters: _Clusters, contracted: _Pieces, is_apart:
 def _with_clones(nodes: Sequence[Node], clusters: _Clusters, piece: list[int]) -> tuple[NodeId, ...]:
     """Return the nodes of a piece in graph order, each cheap node before its first reader, or at the end.
 
-    The place of a cheap node in the graph depends on the piece that reads it first; equal pieces have an equal order.
+    The position of a cheap node in the graph is ignored, so that equal pieces have an equal order.
     """
 
     def is_cheap(node: NodeId) -> bool:

@@ -8,8 +8,8 @@ count from the start of its producer to the end of its last reader, or to the en
 workspace of a mode counts while it runs. The planner returns a schedule and its predicted execution with interference;
 this file turns both into a plan.
 
-Few lanes make a search short. So it is over the lanes of splits in two, unless more segments could run at once and a
-list schedule on all lanes is shorter than the bound of any plan on those few: then no plan is lost by having more.
+Few lanes make the search short, so it uses only the lanes that split the device in two. It uses all lanes if more than
+two segments could run at once and a list schedule on all lanes beats the lower bound on those few.
 
 The serial plan, everything on lane 0 in graph order, is an ordinary candidate: it is kept unless the planner's schedule
 is shorter by `min_gain`, because running segments concurrently has risks that the model does not see. A pinned plan
@@ -18,7 +18,7 @@ is shorter by `min_gain`, because running segments concurrently has risks that t
 Guarantees: dependencies, hand-over times between lanes, units and the memory quota are respected at every instant;
 bound <= makespan without interference <= makespan; makespan <= serial unless the plan is pinned; the same inputs give
 the same plan unless the search was stopped early.
-Leaves to others: what runs when predictions are wrong (`session/autotune.py`), waits (stage 4), releases (stage 5).
+Leaves wrong predictions to autotuning (`session/autotune.py`), waits to stage 4, releases to stage 5.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def make_plan(
         lanes: the lane catalogue.
         planner: `greedy` does not run the solver, `serial` does not search at all.
         min_gain: fraction of the serial makespan that a plan must save.
-        seed: of the planner's random moves and of the solver.
+        seed: seed of the planner's random moves and of the solver.
         time_limit_s: seconds after which the search stops with the best plan so far.
-        work_s: seconds that the amount of search is sized for; None is half of `time_limit_s`.
+        work_s: seconds that the planned amount of search takes; None is half of `time_limit_s`.
         fixed_effort: limit the search by work, not by time, so that every machine finds the same plan.
         memory_quota: bytes that buffers made by the graph may take at any instant; None is no limit.
-        is_narrow: let at most two segments run at once, on the lanes of splits in two.
-        pinned: a plan of this graph on these lanes, whose lanes and order to keep.
+        is_narrow: run at most two segments at once, on the lanes that split the device in two.
+        pinned: a plan of this graph on these lanes; its lanes and order are kept.
 
     Raises:
         InfeasiblePlanError: no plan keeps the memory quota.
@@ -118,7 +118,7 @@ def make_plan(
 
 
 def make_serial_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
-    """Return the serial plan, with the bound of `plan`, which is the planner's for the same costs."""
+    """Return the serial plan, with the bound of `plan`, the planner's result for the same costs."""
     problem = to_problem(graph, costs, plan.lanes)
     schedule = serial_schedule(problem)
     execution = execute(problem, schedule)
@@ -162,20 +162,20 @@ def plan_in_order(chosen: Sequence[LaneId], lanes: tuple[Lane, ...]) -> Plan:
 
 
 def estimate_makespan(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> int:
-    """Return the makespan in ns of the best list schedule: an estimate of a plan's, without the search for a plan."""
+    """Return the makespan in ns of the best list schedule, an estimate without a search."""
     return _best_list_schedule(graph, costs, lanes).execution.makespan
 
 
-LEAST_SHARE = 0.05
-"""Of the time in which every segment has run, were there a device for each: segments abreast for less do not count."""
+_MIN_CONCURRENT_SHARE = 0.05
+"""Share of the critical path's duration for which segments must run at once to count as concurrent."""
 
 
 def lanes_for(
     graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...], *, memory_quota: int | None = None
 ) -> tuple[Lane, ...]:
-    """Return those of `lanes` on which a plan is searched, lane 0 first; see the top of this file."""
+    """Return the lanes to search a plan on, lane 0 first; see the top of this file."""
     few = useful_lanes(lanes, 2)
-    if few == lanes or _num_abreast(graph, costs) <= 2:
+    if few == lanes or _max_concurrency(graph, costs) <= 2:
         return few
     problem = to_problem(graph, costs, lanes, memory_quota=memory_quota)
     listed = _list_schedules(problem)
@@ -183,8 +183,8 @@ def lanes_for(
     return lanes if min((each.makespan for _, each in listed), default=bound) < bound else few
 
 
-def _num_abreast(graph: SegmentGraph, costs: CostTable) -> int:
-    """Return how many segments run at once where each starts as soon as possible on a device for itself."""
+def _max_concurrency(graph: SegmentGraph, costs: CostTable) -> int:
+    """Return how many segments run at once where each starts as soon as possible on a device of its own."""
     ends = [0] * len(graph.segments)
     changes: list[tuple[int, int]] = []
     for segment in graph.segments:
@@ -197,7 +197,7 @@ def _num_abreast(graph: SegmentGraph, costs: CostTable) -> int:
     for (now, change), (later, _) in itertools.pairwise(changes):
         running += change
         time_by_count[running] = time_by_count.get(running, 0) + later - now
-    left = LEAST_SHARE * max(ends, default=0)
+    left = _MIN_CONCURRENT_SHARE * max(ends, default=0)
     for count in sorted(time_by_count, reverse=True):
         left -= time_by_count[count]
         if left <= 0:
@@ -207,7 +207,7 @@ def _num_abreast(graph: SegmentGraph, costs: CostTable) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Listed:
-    """The best list schedule, and the problem on whose lanes it is."""
+    """A list schedule, with its problem and lanes."""
 
     lanes: tuple[Lane, ...]
     problem: planning.Problem
@@ -216,10 +216,10 @@ class _Listed:
 
 
 def _best_list_schedule(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> _Listed:
-    """Return the best on the lanes of splits in two, and on all lanes where more segments could run at once."""
+    """Return the best list schedule, on the lanes that split the device in two or, where useful, on all lanes."""
     few = useful_lanes(lanes, 2)
     found = []
-    for each in (few,) if few == lanes or _num_abreast(graph, costs) <= 2 else (few, lanes):
+    for each in (few,) if few == lanes or _max_concurrency(graph, costs) <= 2 else (few, lanes):
         problem = to_problem(graph, costs, each)
         schedule, execution = min(_list_schedules(problem), key=lambda pair: pair[1].makespan)
         found.append(_Listed(lanes=each, problem=problem, schedule=schedule, execution=execution))
@@ -227,7 +227,7 @@ def _best_list_schedule(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane
 
 
 def _list_schedules(problem: planning.Problem) -> list[tuple[planning.Schedule, Execution]]:
-    """Return the list schedules that keep the limits of resources, with their executions."""
+    """Return the list schedules that keep the resource limits, with their executions."""
     return [
         (each, execute(problem, each))
         for each in greedy_schedules(problem)
@@ -240,7 +240,7 @@ def to_problem(
 ) -> planning.Problem:
     """Return the planning problem of a graph.
 
-    Its lanes are numbered by their place in `lanes`; the first has every unit and is that of the reference modes.
+    Its lanes are numbered by their position in `lanes`; the first has every unit, and the reference modes run on it.
     """
     units_by_owners: dict[tuple[int, ...], int] = {}
     for unit in lanes[0].units:
@@ -374,7 +374,7 @@ def _origin(schedule: planning.Schedule, serial: planning.Schedule, solution: So
 
 
 def _follow(pinned: Plan, problem: planning.Problem) -> planning.Schedule:
-    """Return the schedule with the lanes and the order of a plan."""
+    """Return the schedule of `problem` with the lanes and the order of a pinned plan."""
     mode_by_lane = [{mode.lane: index for index, mode in enumerate(task.modes)} for task in problem.tasks]
     modes = [mode_by_lane[assignment.segment][assignment.lane] for assignment in pinned.assignments]
     return Simulator(problem).replay([assignment.segment for assignment in pinned.in_start_order()], modes)

@@ -33,7 +33,7 @@ def eliminate_syncs(graph: SegmentGraph, plan: Plan) -> SyncPlan:
     producers = _cross_lane_producers(graph, plan)
     lane_clock = [[0] * len(plan.lanes) for _ in plan.lanes]
     ended: dict[SegmentId, tuple[int, ...]] = {}
-    """Per segment: how many segments of every lane have ended when it has."""
+    """Vector clock at the end of each segment: how many segments of every lane have ended by then."""
     waits: list[Dependency] = []
     dropped: list[Dependency] = []
     for assignment in order:

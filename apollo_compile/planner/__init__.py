@@ -1,1 +1,1 @@
-"""Resource-constrained scheduling on lanes: a library that knows nothing of the compiler."""
+"""Resource-constrained scheduling on lanes, a library that does not depend on the compiler."""

@@ -10,9 +10,9 @@ and replays from the first changed position. A schedule is accepted if it is not
 
     current makespan - temperature * ln(u),    u uniform in (0, 1]
 
-so a replay stops as soon as a chain, or the remaining load of an atom, exceeds that. The temperature falls
-geometrically, from a share of the makespan that is larger for few tasks: there every change is a large one, and the
-same effort makes more moves per task. Orders are kept sorted by start, so the tasks of a window are close in time. A
+so a replay stops as soon as a chain, or the remaining load of an atom, exceeds that limit. The temperature falls
+geometrically, from a share of the makespan that is larger for few tasks, where every change is large and the same
+effort makes more moves per task. Orders are kept sorted by start, so the tasks of a window are close in time. A
 schedule that exceeds a resource is rejected.
 
 Moves come from a seeded generator and their number from the caller, so the result is reproducible unless the deadline
@@ -41,9 +41,9 @@ HEAT = 20.0
 """Temperature at the start: min(HOTTEST, HEAT / tasks^2), as a share of the makespan."""
 COLDEST = 1e-4
 COOLING = 20.0
-"""Temperature at the end: COLDEST, or that of the start / COOLING if this is less."""
+"""Temperature at the end: min(COLDEST, temperature at the start / COOLING), as a share of the makespan."""
 WINDOW_MOVES, RUN_MOVES = 0.7, 0.2
-"""Shares of the moves; the rest are single ones."""
+"""Shares of the moves; the rest are moves of single tasks."""
 STEPS_PER_DEADLINE = 64
 """Steps between two checks of the deadline."""
 
@@ -61,9 +61,9 @@ def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, dea
     """Return the best schedule within `iterations` moves.
 
     Arguments:
-        problem: with lanes or without.
+        problem: the problem, with lanes or without.
         start: a valid schedule, from which the walk starts.
-        seed: of the moves.
+        seed: seed of the moves.
         iterations: number of moves.
         deadline: value of `time.monotonic` at which the walk ends early; may be infinite.
     """
@@ -98,7 +98,7 @@ class _Change:
     last: int
     part: list[int]
     modes: list[int]
-    """Only tasks of the part may change theirs."""
+    """Modes of all tasks; only those of tasks in `part` may differ from the current ones."""
 
 
 class _Walk:
@@ -112,20 +112,20 @@ class _Walk:
         """Tasks by start, so that neighbours in the order are close in time."""
         self.modes = list(start.modes)
         self.position = [0] * num_tasks
-        """Per task, its place in the order."""
+        """Per task, its position in the order."""
         self._now = self.simulator.begin()
         self._before = [(self._now.free, self._now.user)] * (num_tasks + 1)
         """Per position: `free` and `user` of the atoms before its task is appended."""
         self._left = [[0] * self.simulator.num_atoms] * (num_tasks + 1)
-        """Per position: the load on every atom from there on."""
+        """Per position: the remaining load on every atom."""
         everything = _Change(first=0, last=num_tasks, part=self.order, modes=self.modes)
         partial = self._replay(everything, math.inf)
-        assert partial is not None  # nothing exceeds that
+        assert partial is not None  # the limit is infinite
         # where tasks wait for resources in `start`, this replay differs and may exceed them; `schedule` is valid
         self._adopt(everything, partial)
 
     def accept(self, change: _Change, limit: float) -> bool:
-        """Make a change unless the makespan would exceed the limit, or the schedule would exceed a resource."""
+        """Make a change and return True, unless the makespan exceeds the limit or the schedule exceeds a resource."""
         partial = self._replay(change, limit)
         if partial is None or not self.simulator.keeps_limits(partial.starts, change.modes):
             return False
@@ -138,7 +138,7 @@ class _Walk:
         return max([self.position[other] + 1 for other in self.simulator.predecessors[task]], default=0)
 
     def before_successors(self, task: int) -> int:
-        """Return the position after the last one that the task may have."""
+        """Return the end of the range of positions that the task may have, exclusive."""
         return min([self.position[other] for other in self.simulator.successors[task]], default=len(self.order))
 
     def _replay(self, change: _Change, limit: float) -> Partial | None:
@@ -197,7 +197,7 @@ class _Moves:
         self.splits = splits(problem)
 
     def draw(self, walk: _Walk) -> _Change | None:
-        """Return a random change; None if it would change nothing."""
+        """Return a random change; None if it equals the current schedule."""
         kind = self.rng.random()
         if kind < WINDOW_MOVES and self.splits:
             return self._window(walk)
@@ -276,7 +276,7 @@ class _Moves:
         return run
 
     def _mode_on(self, lane: int, task: int, present: int) -> int:
-        """Return the fastest mode on the lane, unless the task is there already or has none there."""
+        """Return the fastest mode on the lane; `present` if the task is on the lane already or has no mode there."""
         if self.simulator.choices[task][present][0] == lane:
             return present
         return self.simulator.mode_by_lane[task].get(lane, present)

@@ -1,23 +1,22 @@
-"""The planner in a process of its own: if a native library crashes or hangs there, a plan is lost, not a training run.
+"""The planner in a subprocess, so that a crash or hang of a native library costs a plan, not a training run.
 
-    solve_apart(problem, effort) -> Solution    `solve.solve` in that process
-    bound_apart(problem) -> int                 `bounds.lower_bound` in that process
+    solve_apart(problem, effort) -> Solution    `solve.solve` in the subprocess
+    bound_apart(problem) -> int                 `bounds.lower_bound` in the subprocess
 
 The process starts with the first request, serves all later ones, and ends with its parent, or after `IDLE_S` without a
 request. OR-Tools is imported there only, and its work does not hold the parent's GIL. Requests are pickled, answers are
-JSON, so the parent loads data only, and it checks all of it: the schedule against every constraint, its execution and
-its bound against values computed here.
+JSON, so the parent loads data only. It checks the schedule against every constraint, and the execution and the bound
+against values that it computes itself.
 
-If the process cannot be started, dies, gives an invalid answer, or none within the time limit and `GRACE_S`, it is
-killed, one WARNING says why, and this process uses the best list schedule instead, with a weaker bound. After
+If the process cannot be started, dies, gives an invalid answer, or none within the time limit plus `GRACE_S`, it is
+killed, one WARNING gives the reason, and the parent uses the best list schedule instead, with a weaker bound. After
 `MAX_FAILURES` failures in a row no further process is started.
 
-Where OR-Tools cannot be imported, the process works without it: list schedules, annealing and weaker bounds. The first
-answer says so, in one WARNING.
+Without OR-Tools, the process uses list schedules, annealing and weaker bounds; the parent logs one WARNING.
 
-Processes and threads: one request at a time; Ctrl-C reaches the parent only, which kills the process if it was waiting
-for it; a forked child starts a process of its own. The parent's main module is not imported, unlike with `spawn`. At
-interpreter exit nobody waits for an answer: the process is killed, and threads that still plan do so without it.
+There is one request at a time. Ctrl-C reaches the parent only, which kills the process if it was waiting for an answer.
+A forked child starts a process of its own. The parent's main module is not imported, unlike with `spawn`. At
+interpreter exit the process is killed, and threads that still plan continue without it.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def solve_apart(problem: Problem, effort: Effort) -> Solution:
             raise InfeasiblePlanError(str(answer["infeasible"]))
         return _check_answer(problem, answer)
     except _ProcessError as error:
-        _warn(error, "list schedules stand in for it")
+        _warn(error, "using list schedules instead")
         return solve(problem, replace(effort, use_solver=False, use_ortools=False))
 
 
@@ -96,12 +95,12 @@ def bound_apart(problem: Problem) -> int:
             raise _ProcessError(f"it gave {bound!r} as a bound")
         return bound
     except _ProcessError as error:
-        _warn(error, "the bound is a weaker one")
+        _warn(error, "using a weaker bound")
         return lower_bound(problem, use_program=False)
 
 
 def _warn(error: _ProcessError, instead: str) -> None:
-    if not _is_ending:  # then it was killed, and no plan matters
+    if not _is_ending:  # at exit the process is killed on purpose
         _logger.warning("the planner's process failed: %s; %s", error, instead)
 
 
@@ -113,7 +112,7 @@ def _check_answer(problem: Problem, answer: Mapping[str, Any]) -> Solution:
         if violations:
             raise ValueError(f"its schedule breaks a constraint: {violations[0]}")
         if solution.execution != execute(problem, solution.schedule):
-            raise ValueError("its schedule does not take as long as it says")
+            raise ValueError("its predicted execution differs from the one computed here")
         if not 0 <= solution.bound <= solution.schedule.makespan:
             raise ValueError(f"its bound {solution.bound} is above its makespan {solution.schedule.makespan}")
         if not 0 <= solution.chosen < len(solution.candidates):
@@ -147,8 +146,7 @@ _lock = threading.Lock()
 _process: _Process | None = None
 _num_failures = 0
 _is_ending = False
-_is_solver_missed = False
-"""Whether it was said that there is no OR-Tools."""
+_has_warned_of_missing_solver = False
 
 
 def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
@@ -157,31 +155,31 @@ def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
     Raises:
         _ProcessError: there is no answer.
     """
-    global _num_failures, _is_solver_missed
+    global _num_failures, _has_warned_of_missing_solver
     with _lock:
         if _is_ending:
             raise _ProcessError("the program ends")
         if _num_failures >= MAX_FAILURES:
-            raise _ProcessError(f"it did so {_num_failures} times in a row and is not started again")
+            raise _ProcessError(f"it failed {_num_failures} times in a row and is not started again")
         try:
             process = _running()
             process.channel.settimeout(time_limit_s)
             _send(process.channel, pickle.dumps(request))
             answer = _receive(process.channel, time.monotonic() + time_limit_s)
-        except Exception as error:  # list schedules need no process, whatever failed
+        except Exception as error:  # any failure: list schedules need no process
             _num_failures += 1
             is_dying = isinstance(error, ConnectionError)
             raise _ProcessError(_describe_failure(error, stop_planner(patience_s=1.0 if is_dying else 0.0))) from error
-        except BaseException:  # an interrupt: a late answer would be taken for that to the next request
+        except BaseException:  # an interrupt: a late answer would be mistaken for the answer to the next request
             stop_planner()
             raise
         _num_failures = 0
         missing = answer.get("without_solver")
-        if missing and not _is_solver_missed:
-            _is_solver_missed = True
+        if missing and not _has_warned_of_missing_solver:
+            _has_warned_of_missing_solver = True
             _logger.warning(
                 "OR-Tools cannot be imported: %s; plans are list schedules, improved by local search, and bounds are "
-                "weaker; 'apollo doctor' looks into it",
+                "weaker; run 'apollo doctor' for a diagnosis",
                 missing,
             )
     for line in answer.get("warnings") or ():
@@ -192,7 +190,7 @@ def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
 
 
 def _running() -> _Process:
-    """Return a process that waits for a request; start one if there is none."""
+    """Return the running process; start one if there is none."""
     global _process
     if _process is not None and _process.process.poll() is not None:
         stop_planner()  # it ended after IDLE_S
@@ -226,7 +224,7 @@ def stop_planner(*, patience_s: float = 0.0) -> int | None:
 
 
 def end_planning() -> None:
-    """At interpreter exit: kill the process, so that no thread waits for its answer, and start no other."""
+    """Kill the process at interpreter exit, so that no thread waits for its answer, and start no other."""
     global _is_ending
     _is_ending = True
     process = _process  # another thread may be using the channel, and closes it then
@@ -235,7 +233,7 @@ def end_planning() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: forget the parent's process, and the lock, which a thread of the parent may have held."""
+    """Drop the parent's process and lock in a forked child; a thread of the parent may have held the lock."""
     global _process, _lock, _num_failures
     if _process is not None:
         _process.channel.close()
@@ -297,12 +295,12 @@ class _Warnings(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the line."""
+        """Keep the message of a record."""
         self.lines.append(record.getMessage())
 
 
 def serve(fd: int) -> None:
-    """Run in the process: answer requests until the parent closes the socket, or sends none for `IDLE_S`."""
+    """Answer requests in the subprocess until the parent closes the socket, or sends none for `IDLE_S`."""
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
     with socket.socket(fileno=fd) as channel, contextlib.suppress(TimeoutError, ConnectionError):
@@ -317,7 +315,7 @@ def serve(fd: int) -> None:
 
 
 def _answer(problem: Problem, effort: Effort | None) -> dict[str, Any]:
-    missing = _solver_problem()
+    missing = _import_error_of_solver()
     note = {"without_solver": missing} if missing else {}
     try:
         if effort is None:
@@ -332,7 +330,7 @@ def _answer(problem: Problem, effort: Effort | None) -> dict[str, Any]:
 
 
 @functools.cache
-def _solver_problem() -> str | None:
+def _import_error_of_solver() -> str | None:
     """Return why OR-Tools cannot be imported; None if it can."""
     try:
         import_module("apollo_compile.planner.cp_sat")

@@ -1,6 +1,6 @@
 """A proven lower bound of the makespan: a linear program finds a proof, integer arithmetic checks it.
 
-    lower_bound(problem) -> integer that no makespan of a valid schedule is below
+    lower_bound(problem) -> integer that is at most the makespan of every valid schedule
 
 Let y[t, m] be 1 where task t runs in mode m, s[t] its start and C the makespan. Every schedule satisfies
 
@@ -72,9 +72,9 @@ def lower_bound(problem: Problem, *, use_program: bool = True, deadline: float =
     """Return a lower bound of the makespan of every valid schedule.
 
     Arguments:
-        problem: what to schedule.
+        problem: the problem to bound.
         use_program: also solve the linear program, which needs OR-Tools.
-        deadline: of `time.monotonic()`; after it, the program gets no more cuts.
+        deadline: value of `time.monotonic` after which the program gets no more cuts.
     """
     if not problem.tasks:
         return 0
@@ -131,7 +131,7 @@ class _Network:
         self.tails = tail_lengths(self.successors, shortest)
         """Least time from the end of a task to the end of the schedule."""
         self.tails_with = [tail + own for tail, own in zip(self.tails, shortest, strict=True)]
-        """The same from the start of the task."""
+        """Least time from the start of a task to the end of the schedule."""
         self.heads: list[int] = []
         for task in problem.tasks:
             self.heads.append(max((self.heads[other] + shortest[other] for other in task.predecessors), default=0))
@@ -270,7 +270,7 @@ class _Program:
 
         self.network = network
         self.scale = scale
-        """Times are divided by it: the optimum is near 1."""
+        """Divisor of all times; it makes the optimum about 1."""
         self.cuts: list[_Cut] = []
         self._known: set[_Cut] = set()
         self._solver: pywraplp.Solver = pywraplp.Solver.CreateSolver("GLOP")
@@ -287,7 +287,7 @@ class _Program:
                 row.SetCoefficient(variable, 1)
 
     def add(self, cut: _Cut) -> bool:
-        """Add a constraint; return whether it is a new one."""
+        """Add a constraint; return whether it is new."""
         if cut in self._known:
             return False
         self._known.add(cut)
@@ -305,7 +305,7 @@ class _Program:
         return True
 
     def solve(self) -> bool:
-        """Solve; return whether the dual values are those of an optimum."""
+        """Solve the program; return whether an optimum was found."""
         return bool(self._solver.Solve() == self._solver.OPTIMAL)
 
     def value(self) -> float:
@@ -363,7 +363,7 @@ class _Program:
         return np.array(heads), np.array(tails)
 
     def _loads_between(self, resource: int, load: _Array, ends: _Array, tails: _Array) -> Iterator[tuple[float, _Cut]]:
-        """Yield, for every task and for the beginning, the load after it with the longest path through it."""
+        """Yield, for the beginning and every task, the load after it with the longest path through it."""
         num_tasks = len(load)
         come_after = np.vstack([self.network.is_before, np.ones(num_tasks)])
         come_before = np.hstack([self.network.is_before, np.ones((num_tasks, 1))])
@@ -384,7 +384,7 @@ class _Program:
                 )
 
     def _load_of_thresholds(self, resource: int, load: _Array, steps: float) -> Iterator[tuple[float, _Cut]]:
-        """Yield the heaviest load among those of all tasks with at least a head and at least a tail."""
+        """Yield the load with the longest path, of all tasks whose head and tail are at least some thresholds."""
         heads, tails = np.array(self.network.heads), np.array(self.network.tails)
         head_steps, tail_steps = np.unique(heads), np.unique(tails)
         sums = np.zeros((len(head_steps), len(tail_steps)))
@@ -409,7 +409,7 @@ def _closure(successors: Sequence[Sequence[int]]) -> _Array:
 
 
 def _weighted(factors: Sequence[Sequence[int]], chosen: Sequence[Sequence[float]], scale: float) -> _Array:
-    """Return, per task, the sum over its modes, on the grid of loads."""
+    """Return, per task, the weighted sum over its modes, rounded to the grid of loads."""
     return np.array(
         [
             round(scale * math.fsum(factor * share for factor, share in zip(row, shares, strict=True)))

@@ -11,8 +11,8 @@ optimum nor its infeasibility is reported.
 
 Deterministic with one worker: the same problem, hint, seed and deterministic time give the same schedule, unless the
 time limit ended the search, which the outcome says. With several workers, search times vary widely: on one published
-instance half of the seeds end within 2 s, the others not within 10. So the search restarts with another seed after
-`RESTART_S`, and again and again, each time with as much time as all searches before it.
+instance half of the seeds end within 2 s, the others not within 10 s. So the search restarts with another seed after
+`RESTART_S`, repeatedly, each time with as much time as all searches before it together.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from apollo_compile.planner.replay import left_shifted, makespan_of
 logger = logging.getLogger(__name__)
 
 COMPLETE_SUBSOLVER = "reduced_costs"
-"""Subsolver that is added with several workers: the best of those tried on published instances."""
+"""Subsolver that is added with several workers: the best one in our tests on published instances."""
 
 RESTART_S = 3.0
-"""With several workers, the time until the first restart with another seed."""
+"""Time until the first restart with another seed, with several workers."""
 
 Status = Literal["optimal", "feasible", "unknown", "infeasible", "invalid"]
 
@@ -53,7 +53,7 @@ class SolverOutcome:
     """ "optimal": CP-SAT claims it. "invalid": its schedule violates a constraint and was dropped."""
     schedule: Schedule | None
     bound: int
-    """CP-SAT's claim of a lower bound; at least the `lower_bound` that it was given."""
+    """Lower bound that CP-SAT claims; at least the `lower_bound` that it was given."""
     reached_time_limit: bool
     """Whether the time limit ended the search, so that another run may find another schedule."""
 
@@ -76,10 +76,10 @@ def solve_with_cp_sat(
     """Search for the shortest schedule; the result is not longer than the hint.
 
     Arguments:
-        problem: what to schedule.
+        problem: the problem to solve.
         hint: a valid schedule from which the search begins; None if none is known.
-        lower_bound: proven elsewhere; 0 if nothing is known.
-        seed: of the search.
+        lower_bound: a proven lower bound; 0 if none is known.
+        seed: seed of the search.
         deterministic_time: limit in CP-SAT's own measure of work; may be infinite.
         time_limit_s: wall-clock limit, as a safety net.
         workers: threads; with more than one, results vary from run to run.
@@ -103,7 +103,7 @@ def solve_with_cp_sat(
     if hint is not None:
         _add_hint(model, hint)
     left_s = deadline - time.monotonic()
-    if left_s <= 0:  # CP-SAT calls a model with a negative limit invalid
+    if left_s <= 0:  # CP-SAT rejects a model with a negative limit
         return SolverOutcome(status="unknown", schedule=None, bound=lower_bound, reached_time_limit=True)
     run = search if workers == 1 else search_with_restarts
     answer = run(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=left_s, workers=workers)
@@ -114,9 +114,9 @@ def _check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
     """Raise `InvariantError` if a schedule is not valid, or shorter than the bound."""
     violations = problem.violations(start)
     if violations:
-        raise InvariantError(f"the schedule that CP-SAT is to improve is not valid: {violations[0]}")
+        raise InvariantError(f"the hint for CP-SAT is not a valid schedule: {violations[0]}")
     if start.makespan < lower_bound:
-        raise InvariantError(f"a schedule of {start.makespan} is shorter than the lower bound {lower_bound}")
+        raise InvariantError(f"the hint has makespan {start.makespan}, below the lower bound {lower_bound}")
 
 
 def _judge(problem: Problem, answer: Answer, is_exact: bool, lower_bound: int) -> SolverOutcome:
@@ -128,7 +128,7 @@ def _judge(problem: Problem, answer: Answer, is_exact: bool, lower_bound: int) -
         schedule = Schedule(modes=answer.modes, starts=answer.starts, makespan=makespan)
         violations = problem.violations(schedule)
         if violations:
-            logger.warning("schedule of CP-SAT dropped, it breaks a constraint: %s", violations[0])
+            logger.warning("CP-SAT's schedule is dropped: it violates a constraint: %s", violations[0])
             return SolverOutcome(
                 status="invalid", schedule=None, bound=lower_bound, reached_time_limit=answer.reached_time_limit
             )
@@ -137,7 +137,7 @@ def _judge(problem: Problem, answer: Answer, is_exact: bool, lower_bound: int) -
         bound = lower_bound
         status = "feasible" if status == "optimal" else "unknown" if status == "infeasible" else status
     if schedule is not None and schedule.makespan < bound:
-        logger.warning("CP-SAT claimed that nothing is shorter than %d, but %d is", bound, schedule.makespan)
+        logger.warning("CP-SAT's lower bound %d is dropped: a schedule of %d exists", bound, schedule.makespan)
         status, bound = "feasible", lower_bound
     return SolverOutcome(status=status, schedule=schedule, bound=bound, reached_time_limit=answer.reached_time_limit)
 
@@ -183,7 +183,7 @@ class Answer:
     status: Literal["optimal", "feasible", "unknown", "infeasible"]
     starts: tuple[int, ...]
     modes: tuple[int, ...]
-    """Both empty if it found nothing."""
+    """Starts and modes are empty if no schedule was found."""
     bound: int
     deterministic_time: float
     reached_time_limit: bool
@@ -197,7 +197,11 @@ def search(
     time_limit_s: float,
     workers: int = 1,
 ) -> Answer:
-    """Run CP-SAT on a model."""
+    """Run CP-SAT on a model.
+
+    Raises:
+        InvariantError: CP-SAT rejects the model.
+    """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = workers
@@ -205,12 +209,12 @@ def search(
     parameters.max_deterministic_time = deterministic_time
     parameters.max_time_in_seconds = time_limit_s
     parameters.max_presolve_iterations = 3
-    parameters.catch_sigint_signal = False  # an interrupt is Python's to handle
+    parameters.catch_sigint_signal = False  # Python handles interrupts
     if workers > 1:
         parameters.subsolvers.append(COMPLETE_SUBSOLVER)
     status = solver.solve(model.cp)
     if status == cp_model.MODEL_INVALID:
-        raise InvariantError(f"CP-SAT refuses the planner's model: {model.cp.validate()}")
+        raise InvariantError(f"CP-SAT rejects the planner's model: {model.cp.validate()}")
     is_found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     bound = solver.best_objective_bound
     return Answer(
@@ -226,7 +230,7 @@ def search(
 def search_with_restarts(
     model: Model, *, seed: int, deterministic_time: float, time_limit_s: float, workers: int
 ) -> Answer:
-    """Run CP-SAT with one seed after another, each hinted with the best so far, until a proof or the limit."""
+    """Run CP-SAT with one seed after another, each hinted with the best schedule so far, until a proof or the limit."""
     begin = time.monotonic()
     answer: Answer | None = None
     spent, bound = 0.0, 0

@@ -1,4 +1,4 @@
-"""Good schedules in a fraction of a second: a portfolio of list schedules.
+"""A portfolio of list schedules, computed in a fraction of a second.
 
     greedy_schedules(problem) -> schedules, the serial one first
 
@@ -7,15 +7,14 @@ A list scheduler appends one ready task at a time. Each `_Rule` of the portfolio
     next task        the one that can start first, or the one of highest priority; priority = longest chain after it,
                      with durations on lane 0, of the slowest mode, or of the mode with the least units x time
     lane of a task   least  end + greed * (units x time) / all units:  greed 0 is earliest finish, a large one favours
-                     efficiency; or: efficient while other tasks are ready, and for a task that is the only ready one
-                     the lane on which the whole chain after it would end first, so that one hand-over is weighed
-                     against its gain for the chain
+                     efficiency; with chain_alone, the only ready task instead goes to the lane on which the whole chain
+                     after it would end first, so that one hand-over is weighed against its gain for the chain
 Hand-overs are part of every start, so a task stays on the lane of a predecessor where that ends earlier, and in ties.
 On a lane, a task runs in its fastest mode there. Fewer rules run for more tasks, so the total time is bounded.
 
 Guarantees: every schedule respects precedence and atoms; renewable resources are ignored. The same problem gives the
 same schedules.
-Leaves to others: improving them (`annealing.py`), and how far from optimal they are (`bounds.py`).
+Leaves improvement to `annealing.py`, and the distance from the optimum to `bounds.py`.
 Source: Kolisch, Hartmann, "Heuristic algorithms for the RCPSP", 1999, https://doi.org/10.1007/978-1-4615-5533-9_7
 """
 
@@ -44,7 +43,7 @@ _CHOICES = (
     (True, 0.0, False),
     (False, 0.0, False),
 )
-"""by_time, greed, chain_alone of the portfolio's rules; those that were best most often come first."""
+"""by_time, greed and chain_alone of the portfolio's rules, ordered by how often each was best."""
 
 
 def greedy_schedules(problem: Problem) -> tuple[Schedule, ...]:
@@ -65,14 +64,14 @@ def greedy_schedules(problem: Problem) -> tuple[Schedule, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """How one list scheduler decides."""
+    """Decision rule of one list scheduler."""
 
     lanes: tuple[int, ...]
-    """A task that has no mode on any of them runs on lane 0."""
+    """Lanes to use; a task that has no mode on any of them runs on lane 0."""
     priority: tuple[int, ...]
     """Per task; larger goes first."""
     by_time: bool
-    """Whether the task that can start first goes first, whatever its priority."""
+    """Whether the task that can start first goes first, regardless of priority."""
     greed: float
     """Weight of units x time against the end."""
     chain_alone: bool
@@ -106,7 +105,7 @@ def lane_families(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def splits(problem: Problem) -> list[tuple[int, ...]]:
-    """Return sets of at least two narrow lanes that have no atom in common and together all that narrow lanes have."""
+    """Return the sets of at least two narrow lanes that partition the atoms of all narrow lanes."""
     narrow = range(1, len(problem.lanes))
     everything = frozenset[int]().union(*problem.lanes[1:])
 
@@ -165,19 +164,19 @@ class _ListSchedule:
         self.ends, self.lanes, self.modes = [0] * num_tasks, [0] * num_tasks, [0] * num_tasks
         self.free, self.user = [-simulator.handover] * simulator.num_atoms, [-1] * simulator.num_atoms
         self.available = [0] * len(options.atoms)
-        """Per lane, when all its atoms are free and handed over."""
+        """Per lane, the time at which all its atoms are free and handed over."""
         self.waits_for = [len(predecessors) for predecessors in simulator.predecessors]
         self.ready: list[tuple[int, int]] = []
         """(-priority, task), ascending: best first."""
         self.known: dict[int, list[tuple[int, int, int, int, float, float]]] = {}
-        """Per ready task: (lane, earliest start by predecessors, mode, duration, cost of a start at 0, the same if it
-        is the only ready task)."""
+        """Per ready task: (lane, earliest start by predecessors, mode, duration, cost of a start at 0, cost of a start
+        at 0 if it is the only ready task)."""
         for task, count in enumerate(self.waits_for):
             if not count:
                 self.make_ready(task)
 
     def complete(self) -> Schedule:
-        """Append all tasks."""
+        """Append all tasks, and return the schedule."""
         limit = MAX_READY if self.rule.by_time else 1
         while self.ready:
             alone = self.rule.chain_alone and len(self.ready) == 1
@@ -201,12 +200,12 @@ class _ListSchedule:
                         start = handed_over
                 option = (lane, start, mode, duration, duration + rule.greed * area, float(duration + tail))
                 found.append((lane != main_lane, option))
-        # of two equal lanes, the one that needs no hand-over of the last value comes first and wins
+        # the lane that needs no hand-over of the last value comes first and wins ties
         self.known[task] = [option for _, option in sorted(found)]
         bisect.insort(self.ready, (-rule.priority[task], task))
 
     def best_option(self, task: int, alone: bool) -> tuple[int, int, int, int, int]:
-        """Return (start, task, lane, mode, duration) on the lane that the rule likes best."""
+        """Return (start, task, lane, mode, duration) on the best lane by the rule."""
         available = self.available
         least = math.inf
         best = (0, task, 0, 0, 0)

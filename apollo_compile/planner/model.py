@@ -1,4 +1,4 @@
-"""The model of a problem for CP-SAT: variables and constraints.
+"""The CP-SAT model of a problem: variables and constraints.
 
     build_model(problem, kept, makespans) -> Model
 
@@ -62,12 +62,12 @@ class TaskMode:
     mode: Mode
     on: cp_model.BoolVarT
     start: cp_model.IntVar
-    """A variable of its own if the task has several modes and there are atoms; else that of the task."""
+    """Start in this mode: a separate variable if the task has several modes and there are atoms, else the task's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lifetime:
-    """A hold in the model."""
+class HoldVariables:
+    """Variables of a hold in the model."""
 
     hold: Hold
     last: cp_model.IntVar
@@ -92,7 +92,7 @@ class Model:
         """Per task and mode, the optional interval in which it uses its atoms; empty if there are no atoms."""
         self.choices: list[tuple[cp_model.IntVar, list[tuple[TaskMode, int]]]] = []
         """Variables whose value depends on the mode, with their values."""
-        self.lifetimes: list[Lifetime] = []
+        self.lifetimes: list[HoldVariables] = []
         self.is_exact = True
         """Whether no amount was rounded, so that the model is equivalent to the problem."""
 
@@ -105,9 +105,9 @@ def build_model(problem: Problem, kept: Sequence[Sequence[int]], makespans: tupl
     """Return the model with all constraints.
 
     Arguments:
-        problem: what to schedule.
-        kept: modes of every task.
-        makespans: the least and the largest one.
+        problem: the problem.
+        kept: modes of every task that the model has.
+        makespans: the least and the largest makespan.
     """
     model = Model(problem, makespans)
     for modes in kept:
@@ -298,7 +298,7 @@ def _largest_amount(model: Model, count: int) -> int:
     return max(1, min(MAX_AMOUNT, MAX_INTEGER // (max(1, model.horizon) * count)))
 
 
-def _add_lifetime(model: Model, hold: Hold) -> Lifetime:
+def _add_lifetime(model: Model, hold: Hold) -> HoldVariables:
     """Post the lifetime of a hold."""
     cp, ancestors = model.cp, _ancestors(model.problem)
     awaited = [
@@ -310,7 +310,7 @@ def _add_lifetime(model: Model, hold: Hold) -> Lifetime:
         cp.add(model.ends[task] <= last)
     cp.add(model.starts[hold.task] + length == last)
     interval = cp.new_interval_var(model.starts[hold.task], length, last, f"lifetime {hold.task}")
-    return Lifetime(hold=hold, last=last, length=length, interval=interval)
+    return HoldVariables(hold=hold, last=last, length=length, interval=interval)
 
 
 def _bound_makespan(model: Model) -> None:

@@ -31,7 +31,7 @@ def _fits(problem: Problem, task: int, mode: int) -> bool:
 
 
 def _is_dominated(problem: Problem, task: int, mode: int, others: Sequence[int]) -> bool:
-    """Return whether another mode is better, or as good and before it."""
+    """Return whether another mode is better, or is as good and has a smaller index."""
     return any(
         is_as_good(problem, task, other, mode) and (other < mode or not is_as_good(problem, task, mode, other))
         for other in others

@@ -48,7 +48,7 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Its modes, the reference mode first, and the tasks that end before it starts."""
+    """A task: its modes, the reference mode first, and the tasks that end before it starts."""
 
     modes: tuple[Mode, ...]
     predecessors: tuple[int, ...]
@@ -68,7 +68,7 @@ class Hold:
 class Interference:
     """Slowdown factors of concurrent tasks, at least 1.
 
-    `slowdown[a][b]` is that of a task of kind a beside a task of kind b, where 0 is pure arithmetic and 1 pure memory.
+    `slowdown[a][b]` is the factor of a task of kind a beside a task of kind b; kind 0 is arithmetic, kind 1 is memory.
     """
 
     slowdown: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
@@ -92,7 +92,7 @@ class Problem:
     """Number of units of every atom; rules and bounds weight atoms with it."""
     handover: int = 0
     capacities: tuple[int, ...] = ()
-    """Of the renewable resources."""
+    """Capacity of every renewable resource."""
     holds: tuple[Hold, ...] = ()
     interference: Interference = Interference()
 
@@ -114,7 +114,7 @@ class Problem:
             if not known or hold.amount < 0 or len(set(tasks)) != len(tasks):
                 _fail(f"{hold} does not fit {len(self.capacities)} renewable resources and {len(self.tasks)} tasks")
         if min(factor for row in self.interference.slowdown for factor in row) < 1:
-            _fail(f"a neighbour must not make a task faster, got {self.interference}")
+            _fail(f"slowdown factors must be at least 1, got {self.interference}")
 
     def _check_task(self, task_id: int, task: Task) -> None:
         if not task.modes or task.modes[0].lane != 0:
@@ -125,7 +125,7 @@ class Problem:
             if not 0 <= mode.lane < len(self.lanes):
                 _fail(f"task {task_id} has a mode on lane {mode.lane}, there are {len(self.lanes)}")
             if (mode.demands and len(mode.demands) != len(self.capacities)) or min(mode.demands, default=0) < 0:
-                _fail(f"task {task_id} asks for {mode.demands} of the resources {self.capacities}")
+                _fail(f"task {task_id} has demands {mode.demands}, the resources have capacities {self.capacities}")
             if not 0 <= mode.memory_share <= 1:
                 _fail(f"task {task_id} has a memory share of {mode.memory_share}, expected 0 to 1")
         if any(not 0 <= predecessor < task_id for predecessor in task.predecessors):
@@ -144,7 +144,7 @@ class Problem:
         return self.tasks[task].modes[schedule.modes[task]]
 
     def is_valid(self, schedule: Schedule) -> bool:
-        """Return whether the schedule keeps every constraint."""
+        """Return whether the schedule satisfies every constraint."""
         return not self.violations(schedule)
 
     def violations(self, schedule: Schedule) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class Problem:
         return tuple(found)
 
     def ends(self, schedule: Schedule) -> list[int]:
-        """Return when every task ends."""
+        """Return the end of every task."""
         return [start + self.mode(schedule, task).duration for task, start in enumerate(schedule.starts)]
 
     def _order_violations(self, schedule: Schedule) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Replay with renewable resources: start the tasks of an order, in given modes, as early as all limits allow.
 
-    replay(problem, order, modes) -> start of every task, or None where one never fits
+    replay(problem, order, modes) -> start of every task, or None if one never fits
     left_shifted(problem, starts, modes) -> Schedule
 
-`simulate.Simulator` replays without renewable resources, and fast enough for thousands of moves of a local search; this
-is for the few schedules that a solver finds.
+It serves the few schedules that a solver finds. `simulate.Simulator` replays without renewable resources, fast enough
+for the moves of a local search.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def left_shifted(problem: Problem, starts: Sequence[int], modes: Sequence[int]) 
 
 
 def makespan_of(problem: Problem, starts: Sequence[int], modes: Sequence[int]) -> int:
-    """Return when the last task ends."""
+    """Return the end of the last task."""
     ends = (start + problem.tasks[task].modes[modes[task]].duration for task, start in enumerate(starts))
     return max(ends, default=0)
 
@@ -75,7 +75,7 @@ class _Stock:
         self.awaits: list[list[int]] = [[] for _ in problem.tasks]
         """Per task, the holds that end with it or later."""
         self.missing: list[int] = []
-        """Per hold, how many of its tasks are not appended yet."""
+        """Per hold, the number of its tasks that are not appended yet."""
         for index, hold in enumerate(problem.holds):
             awaited = dict.fromkeys((hold.task, *hold.readers))
             self.holds[hold.task].append(hold)
@@ -84,7 +84,7 @@ class _Stock:
                 self.awaits[task].append(index)
 
     def wait(self, task: int, mode: int, earliest: int) -> int | None:
-        """Return when enough is available for the task; None if never."""
+        """Return the first instant from `earliest` on at which the resources suffice for the task; None if never."""
         needs = self._needs(task, mode)
         instant = earliest
         while self.due and (self.due[0][0] <= instant or any(a > b for a, b in zip(needs, self.left, strict=True))):

@@ -40,7 +40,7 @@ PROGRESS_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """When every task of a schedule starts and ends with interference."""
+    """Starts and ends of the tasks of a schedule with interference."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -54,14 +54,14 @@ class Partial:
     starts: list[int]
     ends: list[int]
     lanes: list[int]
-    """Per task that was appended."""
+    """Per task, its lane; 0 if it is not appended yet."""
     free: list[int]
     user: list[int]
     """Per atom: the end and the lane of the last task on it."""
 
 
 class Simulator:
-    """A problem in the form that replaying needs; keeps no state between replays."""
+    """Replays orders of tasks of one problem; keeps no state between replays."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -13,7 +13,7 @@ Candidates are ranked by their makespan with interference (`simulate.execute`); 
 comes first, so it is kept unless another one is shorter. A schedule that is short without interference is often, but
 not always, short with it; hence several candidates. A stage is skipped when the best makespan already equals the bound.
 For up to `MAX_TASKS_SOLVED_FIRST` tasks the solver runs before annealing, which is skipped if the solver reports an
-optimum: it mostly does, in a tenth of the time of annealing.
+optimum; it mostly does so in a tenth of the time of annealing.
 
 The bound is our own (`bounds.py`). `Solution.proof` distinguishes two claims: "bound", the makespan equals the bound;
 "solver", CP-SAT reports an optimum. Both are about the schedule without interference.
@@ -52,7 +52,7 @@ from apollo_compile.planner.simulate import Execution, Simulator, execute, seria
 logger = logging.getLogger(__name__)
 
 MAX_SOLVER_TASKS = 40
-"""With more tasks, CP-SAT runs only if nothing else finds a valid schedule, or without lanes."""
+"""Largest number of tasks for which CP-SAT always runs; with more, it runs without lanes, or if it is needed."""
 MAX_TASKS_SOLVED_FIRST = 16
 MAX_TASKS_FOR_SECOND_BOUND = 100
 MAX_STARTS = 3
@@ -64,7 +64,7 @@ MOVES_PER_WALK = 2_500
 """More effort means more walks, not longer ones: the result of a walk depends on its first moves."""
 SECONDS_PER_MOVE = 20e-6
 SECONDS_PER_MOVE_AND_TASK = 0.4e-6
-"""Time of a move of annealing: twice the measured one, as a margin."""
+"""Assumed time of a move of annealing: twice the measured time, as a margin."""
 DETERMINISTIC_TIME_PER_SECOND = 0.06
 """CP-SAT's deterministic time that fits into a second."""
 WORK_SHARE = 0.5
@@ -74,12 +74,12 @@ BOUND_SHARE = 0.5
 MAX_WORKERS = 8
 """Threads of the solver where effort is not fixed: its portfolio has about as many distinct searches."""
 LEAST_TIME_S = 0.02
-"""With less time left, no further stage begins."""
+"""Least remaining time for a further stage to begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How hard to search."""
+    """Amount of search."""
 
     seed: int = 0
     time_limit_s: float = 2.0
@@ -93,7 +93,7 @@ class Effort:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class SolutionCandidate:
     """A valid schedule that was considered."""
 
     name: str
@@ -111,9 +111,9 @@ class Solution:
     bound: int
     """No valid schedule is shorter, with or without interference."""
     proof: Literal["bound", "solver"] | None
-    """What claims that no schedule is shorter without interference."""
-    candidates: tuple[Candidate, ...]
-    """In the order in which they were considered."""
+    """Source of the claim that no schedule is shorter without interference; None if there is no such claim."""
+    candidates: tuple[SolutionCandidate, ...]
+    """Candidates, in the order in which they were considered."""
     chosen: int
     """Index of the candidate that was chosen."""
     is_from_solver: bool
@@ -122,11 +122,6 @@ class Solution:
     seed: int
     solver: str | None
     """Name and version of the solver; None if it did not run."""
-
-    @property
-    def is_optimal(self) -> bool:
-        """Whether the bound or the solver claims that no schedule is shorter without interference."""
-        return self.proof is not None
 
 
 def solve(problem: Problem, effort: Effort) -> Solution:
@@ -178,7 +173,7 @@ class _Search:
 
     def search(self, name: str, version: Problem, *, share: float) -> None:
         """Run all stages on a version of the problem, with a share of the effort."""
-        # The bound of the plain problem is valid for longer durations too; for large problems it has to do.
+        # The bound of the plain problem is valid for longer durations too; large problems use it to save time.
         is_small = len(version.tasks) <= MAX_TASKS_FOR_SECOND_BOUND
         is_new = version is not self.problem and is_small and self.effort.use_ortools
         bound = lower_bound(version, deadline=self.deadline) if is_new else self.bound
@@ -205,9 +200,9 @@ class _Search:
         """Make the best schedule per set of lanes in use a candidate; return all of these that are valid.
 
         Arguments:
-            name: of the stage.
+            name: name of the stage.
             version: the problem for which the schedules were made.
-            schedules: those that the stage found.
+            schedules: schedules that the stage found.
             is_required: whether an invalid schedule is a defect of the stage, which is logged.
         """
         best: dict[tuple[int, ...], Schedule] = {}
@@ -232,7 +227,7 @@ class _Search:
             bound=self.bound,
             proof="bound" if makespan == self.bound else "solver" if makespan == self.solver_optimum else None,
             candidates=tuple(
-                Candidate(name=found.name, makespan=found.schedule.makespan, executed=found.execution.makespan)
+                SolutionCandidate(name=found.name, makespan=found.schedule.makespan, executed=found.execution.makespan)
                 for found in self.found
             ),
             chosen=chosen,
@@ -245,11 +240,11 @@ class _Search:
     def _is_valid(self, name: str, version: Problem, schedule: Schedule, is_required: bool) -> bool:
         violations = version.violations(schedule)
         if violations and is_required:
-            logger.warning("schedule of stage '%s' dropped, it breaks a constraint: %s", name, violations[0])
+            logger.warning("the schedule of stage '%s' is dropped: it violates a constraint: %s", name, violations[0])
         return not violations
 
     def _add(self, name: str, version: Problem, schedule: Schedule, *, is_from_solver: bool = False) -> None:
-        """Make a valid schedule of a version a candidate: with the same order and modes, it is one of the problem."""
+        """Add a valid schedule of a version as candidate, replayed on the plain problem with its order and modes."""
         if version is not self.problem:
             order = sorted(range(len(schedule.starts)), key=schedule.starts.__getitem__)
             schedule = self.simulator.replay(order, schedule.modes)
@@ -268,7 +263,7 @@ class _Search:
             )
 
     def has_time(self) -> bool:
-        """Return whether there is time for another stage; if not, note that the search stopped early."""
+        """Return whether there is time for another stage; if not, set `stopped_early`."""
         has_time = time.monotonic() + LEAST_TIME_S < self.deadline
         self.stopped_early |= not has_time
         return has_time
@@ -323,20 +318,25 @@ class _Search:
                     return None, False
                 self._add(name, version, schedule, is_from_solver=True)
                 if best is not None and schedule.makespan > best.makespan:
-                    logger.warning("%s found nothing as short as the known %d", self.solver, best.makespan)
+                    logger.warning(
+                        "%s returned a longer schedule (%d) than its hint (%d); the hint is kept",
+                        self.solver,
+                        schedule.makespan,
+                        best.makespan,
+                    )
                     return schedule, False
                 if outcome.status == "optimal" and version is self.problem:
                     self.solver_optimum = schedule.makespan
                 return schedule, outcome.status == "optimal"
             case "infeasible" if best is not None:
-                logger.warning("%s reports that there is no schedule, but one is known; it stays", self.solver)
+                logger.warning("%s claims infeasibility, but a valid schedule is known; it is kept", self.solver)
             case "infeasible" | "unknown" | "invalid":
                 logger.debug("%s: %s", self.solver, outcome.status)
         return None, False
 
 
 def _suits_solver(problem: Problem) -> bool:
-    """Return whether CP-SAT can be expected to improve a schedule; with lanes, only few tasks are few enough."""
+    """Return whether CP-SAT can be expected to improve a schedule: without lanes, or for few tasks."""
     return not problem.atom_sizes or len(problem.tasks) <= MAX_SOLVER_TASKS
 
 
@@ -366,7 +366,7 @@ def _slowed(problem: Problem) -> Problem:
 
 
 def _infeasible(problem: Problem, effort: Effort, solver: str | None) -> InfeasiblePlanError:
-    """Return the error that names the limits, and for each the task that needs most of it."""
+    """Return the error that names every limit and the task that needs most of it."""
     needs = []
     for resource, capacity in enumerate(problem.capacities):
         held = [0] * len(problem.tasks)
@@ -384,5 +384,5 @@ def _infeasible(problem: Problem, effort: Effort, solver: str | None) -> Infeasi
     return InfeasiblePlanError(
         f"no schedule of {len(problem.tasks)} tasks found within {effort.time_limit_s} s "
         f"by {solver or 'list schedules'}: {'; '.join(needs)}; "
-        "raise the limits, or the time limit if they can suffice"
+        "raise these limits, or the time limit if they suffice"
     )

@@ -1,4 +1,4 @@
-"""The shortest makespan of two chains of tasks that share the lanes, found exactly.
+"""Exact shortest makespan of two chains of tasks that share the lanes.
 
     shortest_makespan(one, other, lanes) -> makespan, or None if that would take too long
 
@@ -58,9 +58,9 @@ class _Search:
     """Whether two lanes have an atom in common."""
     best: int | None = None
     idle: dict[_Place, int] = field(default_factory=dict)
-    """The earliest instant at which nothing runs."""
+    """Per place: the earliest instant at which nothing runs."""
     busy: dict[_Place, defaultdict[tuple[int, int], list[tuple[int, int]]]] = field(default_factory=dict)
-    """By the chain that runs and its lane: since when the other is free, and until when this one runs."""
+    """Per place, running chain and its lane: (instant since when the other chain is free, end of the running task)."""
 
     def visit(self, place: _Place) -> int:
         """Expand all labels of a place, which lead to places with more finished tasks; return their number."""
@@ -85,7 +85,7 @@ class _Search:
         return ((lane, begin + duration) for lane, duration in self.chains[chain].modes[place[chain]])
 
     def _go_on(self, place: _Place, busy: int, lane: int, now: int, end: int) -> None:
-        """One chain runs until `end`; the other waits for that, or starts."""
+        """Expand a label: chain `busy` runs until `end`; the other waits for this end, or starts a task."""
         self._finish(place, busy, end)
         free = 1 - busy
         if self.chains[free].heads[place[free]] >= end:
@@ -99,7 +99,7 @@ class _Search:
                 self._finish(place, busy, end, (free, other_lane, other_end))
 
     def _finish(self, place: _Place, chain: int, now: int, running: tuple[int, int, int] | None = None) -> None:
-        """A task of `chain` ends at `now`, while one of the other chain is `running`: chain, lane, end."""
+        """End a task of `chain` at `now`, while a task of the other chain is `running`: chain, lane, end."""
         after = (place[0] + (chain == 0), place[1] + (chain == 1))
         ended, other = self.chains[chain], self.chains[1 - chain]
         if after[chain] == len(ended.modes):

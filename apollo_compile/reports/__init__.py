@@ -7,12 +7,12 @@ render_trace.py the trace-event format, for Perfetto
 render_dot.py   for Graphviz
 diff.py         differences between two reports
 metrics.py      numbers for dashboards
-words.py        explanations in sentences: what overlapped, what did not and why, what to try
-why.py          why a segment or module runs where and when it does
+words.py        sentences: overlaps, missed overlaps and their reasons, limits, suggestions
+why.py          reasons for the lane and the start of a segment or module
 colors.py       colours of branches
-summary.py      (Compilation, Trace) -> GraphSummary: every number is computed once, here
-timelines.py        or here, if it is a function of time,
-branches.py         or here, if it is about modules and branches
-check.py        whether a summary from a file is consistent
+summary.py      (Compilation, Trace) -> GraphSummary: computes every number of a report, except
+timelines.py        functions of time, and
+branches.py         numbers of modules and branches
+check.py        consistency checks of summaries from files
 values.py       the frozen plain data that all of them share
 """

@@ -1,13 +1,13 @@
-"""Modules and branches of a graph: which segments belong together, and which branches could overlap.
+"""Modules and branches of a graph: groups of segments, and the possible overlap of branches.
 
     name_branches(compilation) -> the branch of every segment
     summarize_modules(...);  summarize_pairs(...)
 
-A branch is a prefix of module names, so short that there are only a few branches. Two segments are independent if
-neither depends on the other, directly or through others. `could_overlap_ns` of two branches is the time of the segments
-that are independent of some segment of the other branch, in the branch where that is less: an upper limit of their
-overlap. A branch also forms a pair with itself, because weight gradients, for example, are independent of the rest of
-the backward: there it is half of the time of the segments that are independent of another segment of the branch.
+A branch is a prefix of module names, short enough that there are only a few branches. Two segments are independent if
+neither depends on the other, directly or through others. `could_overlap_ns` of two branches is an upper limit of their
+overlap: for each branch, add up the segments that are independent of some segment of the other, and take the smaller
+sum. A branch also forms a pair with itself, because weight gradients, for example, are independent of the rest of the
+backward; there it is half of the sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.values import ModuleSummary, PairSummary, SegmentSummary, Timeline, total_overlap_ns
 
 BRANCH_SHARE = 0.9
-"""Names of branches are as short as possible while no branch has more than this share of the time."""
+"""Largest share of the time that a branch should have; names of branches are as short as this allows."""
 
 MAX_BRANCHES = 8
 
@@ -30,9 +30,9 @@ WITHOUT_MODULE = "(no module)"
 
 
 def name_branches(compilation: Compilation) -> list[str]:
-    """Return the branch of every segment: a prefix of its module's name, so short that there are few branches.
+    """Return the branch of every segment, a prefix of its module's name.
 
-    In a whole training step, branches are its phases, since what overlaps there are the phases of micro-batches.
+    In a whole training step, branches are its phases, since the phases of different micro-batches overlap.
     """
     graph = compilation.partition.graph
     if all(segment.phase is not None for segment in graph.segments):
@@ -115,7 +115,7 @@ def summarize_pairs(compilation: Compilation, branch_of: Sequence[str], timeline
 
 
 def _related(graph: SegmentGraph) -> list[int]:
-    """Return, per segment, the set of the segments that it depends on or that depend on it, and itself, as bits."""
+    """Return, per segment, a bit mask of the segments that it depends on, that depend on it, and itself."""
     before = [0] * len(graph.segments)
     related = [0] * len(graph.segments)
     for segment in graph.segments:

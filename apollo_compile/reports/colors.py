@@ -5,7 +5,7 @@ from __future__ import annotations
 from apollo_compile.reports.values import ModelSummary
 
 COLORS = ("#8fb1f5", "#f3b27f", "#7fd1ae", "#d3a4e6", "#ead06b", "#7ccbe3", "#f19fa8", "#b7cb80")
-"""As many as a graph mostly has branches; used in this order."""
+"""Colours in the order of use; most graphs have no more branches."""
 
 
 def color_of_branches(report: ModelSummary) -> tuple[dict[str, int], ...]:

@@ -3,8 +3,7 @@
     compare(before, after) -> Difference
 
 Either side is a report, or plans written by `APOLLO_DUMP`, which have no runs and waits. Graphs are matched by name,
-and by order among those of the same name; segments are matched by name within a graph. The numbers of both sides are
-shown, without a judgement.
+and by order among graphs of the same name; segments are matched by name within a graph.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Move:
 
     segment: str
     lanes: tuple[int, int]
-    """Before and after, like all pairs here."""
+    """Lane before and after; all pairs here are (before, after)."""
     units: tuple[int, int]
     predicted_ns: tuple[int, int]
 
@@ -42,18 +41,18 @@ class GraphDifference:
     serial_ns: tuple[int, int]
     measured_ns: tuple[int | None, int | None]
     num_waits: tuple[int | None, int | None]
-    """None if unknown."""
+    """Numbers of waits; None if unknown."""
     peak_bytes: tuple[int | None, int | None]
     moves: tuple[Move, ...]
     order_changed: bool
-    """Whether the segments that both reports have start in another order."""
+    """Whether the common segments start in another order."""
     only_before: tuple[str, ...]
     """Segments that the second report does not have."""
     only_after: tuple[str, ...]
 
     @property
     def is_same_plan(self) -> bool:
-        """Whether segments, lanes, quotas and order are the same, whatever the times."""
+        """Whether segments, lanes, quotas and order are equal; times may differ."""
         return not (self.moves or self.order_changed or self.only_before or self.only_after)
 
 
@@ -96,10 +95,10 @@ class Side:
     serial_ns: int
     measured_ns: int | None
     num_waits: int | None
-    """None if unknown."""
+    """Number of waits; None if unknown."""
     peak_bytes: int | None
     segments: dict[str, Placed]
-    """By name, in start order."""
+    """Segments by name, in start order."""
 
 
 def sides_of_report(report: ModelSummary) -> tuple[Side, ...]:
@@ -147,7 +146,7 @@ def compare(before: Iterable[Side], after: Iterable[Side]) -> Difference:
 
 
 def _by_name(graphs: Iterable[Side]) -> dict[tuple[str, int], Side]:
-    """Return graphs by their name, and by a number among those of the same name, as files may have them."""
+    """Return graphs by name and number among graphs of the same name, which files may have."""
     seen: Counter[str] = Counter()
     found = {}
     for graph in graphs:

@@ -3,20 +3,20 @@
     ModelSummary -> {"apollo/step_ms": 49.7, ...}
 
 Every value is a float, which TensorBoard, Weights & Biases and MLflow draw as a curve. A number that is not known yet
-has no entry, so that no curve begins with a guess.
+has no entry.
 
 | Name                         | Value                                                                                |
 | ---------------------------- | ------------------------------------------------------------------------------------ |
-| apollo/settled               | 1 if nothing is being decided, else 0                                                |
+| apollo/settled               | 1 if no graph is being measured, else 0                                              |
 | apollo/graphs_on_lanes       | graphs that run on lanes                                                             |
 | apollo/graphs_in_turn        | graphs that run their segments one after the other                                   |
-| apollo/graphs_in_inductor    | planned graphs that run as Inductor compiled them whole                              |
+| apollo/graphs_in_inductor    | planned graphs that Inductor compiled as a whole                                     |
 | apollo/fallbacks             | fallbacks, planned or not                                                            |
-| apollo/step_ms               | milliseconds of a step in compiled graphs, as autotuning measured its winners        |
-| apollo/gain_over_serial      | time of the segments in turn over `step_ms`, measured side by side                   |
-| apollo/gain_over_inductor    | time of Inductor's whole graphs, on a GPU of torch.compile, over `step_ms`, likewise |
-| apollo/predicted_gain        | predicted time on one lane over that of the plans                                    |
-| apollo/overlap               | share of the graphs' time in which two lanes or more were at work, in the last step  |
+| apollo/step_ms               | milliseconds of a step in compiled graphs, measured by autotuning for its winners    |
+| apollo/gain_over_serial      | time of the serial plan over `step_ms`, measured in the same rounds                  |
+| apollo/gain_over_inductor    | time of Inductor, on a GPU of torch.compile, over `step_ms`, in the same rounds      |
+| apollo/predicted_gain        | predicted time on one lane over the predicted time of the plans                      |
+| apollo/overlap               | share of the graphs' time in which two or more lanes were busy, in the last step     |
 | apollo/peak_bytes            | largest planned peak of buffers between segments of a graph                          |
 """
 
@@ -67,7 +67,7 @@ def _is_on_lanes(graph: GraphSummary) -> bool:
 
 
 def _gain(verdicts: Iterable[Verdict], *variants: Variant) -> float | None:
-    """Return the time of one of these variants over that of the winners; None unless every comparison had one."""
+    """Return the time of these variants over the time of the winners; None unless every comparison had one of them."""
     times = []
     for verdict in verdicts:
         ratio = next((standing.ratio for standing in verdict.standings if standing.name in variants), None)
@@ -78,7 +78,7 @@ def _gain(verdicts: Iterable[Verdict], *variants: Variant) -> float | None:
 
 
 def _overlap(graphs: Iterable[GraphSummary]) -> float | None:
-    """Return the measured overlap over the time of all graphs; None before a graph on lanes was measured."""
+    """Return the measured overlap over the time of all graphs; None if a graph on lanes is not measured yet."""
     graphs = tuple(graphs)
     if any(_is_on_lanes(graph) and graph.measured is None for graph in graphs):
         return None
@@ -87,6 +87,6 @@ def _overlap(graphs: Iterable[GraphSummary]) -> float | None:
 
 
 def _ratio(parts: Iterable[tuple[float, float]]) -> float | None:
-    """Return the sum of the numerators over that of the denominators; None if that is 0."""
+    """Return the sum of the numerators over the sum of the denominators; None if the latter is 0."""
     above, below = (sum(column) for column in zip((0.0, 0.0), *parts, strict=True))
     return above / below if below else None

@@ -2,9 +2,9 @@
 
 ModelSummary -> str
 
-A graph is a cluster whose label lists its lanes with their memory, a segment is a box in the colour of its branch, a
-dependency an arrow: bold if a lane waits for another lane, dashed if other waits imply that wait. A wait between lanes
-only because they share units ends in a bar instead of an arrowhead.
+A graph is a cluster whose label lists its lanes with their memory. A segment is a box in the colour of its branch. A
+dependency is an arrow: bold if it is a wait between lanes, dashed if other waits imply the wait. A wait whose only
+reason is shared units ends in a bar instead of an arrowhead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from apollo_compile.units import format_bytes, format_ns
 
 
 def render_dot(report: ModelSummary) -> str:
-    """Return one digraph."""
+    """Return a digraph of all graphs."""
     lines = [
         "digraph report {",
         "  rankdir=LR;",

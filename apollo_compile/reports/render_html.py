@@ -2,12 +2,12 @@
 
     ModelSummary -> str
 
-The page is complete without its script: texts and positions are written here, from `page.html` (a Jinja template) and
-`page.css`. `page.js` adds interaction: switching timelines, zoom, details of a segment, sorting. Numbers are shown
-rounded and with their unit; `data-v` has the exact value.
+The page is complete without its script: texts and positions come from `page.html` (a Jinja template) and `page.css`.
+`page.js` adds interaction: switching timelines, zoom, details of a segment, sorting. Numbers are shown rounded and with
+their unit; `data-v` has the exact value.
 
-Positions on a timeline are percentages, so that zooming is a change of width and moves no text; positions in the graph
-of modules are pixels: a column per distance from the inputs.
+Positions on a timeline are percentages, so that zooming only changes a width. Positions in the graph of modules are
+pixels, with a column per distance from the inputs.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _template() -> jinja2.Template:
 
 
 def read_asset(name: str) -> str:
-    """Return the text of a file beside this one."""
+    """Return the text of a file in the directory of this module."""
     return resources.files("apollo_compile.reports").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -128,7 +128,7 @@ def short_name(name: str) -> str:
 
 
 def time_scale(graph: GraphSummary) -> int:
-    """Return the nanoseconds that the width of a timeline represents, equal for all timelines of a graph."""
+    """Return the nanoseconds that the width of a timeline represents; all timelines of a graph have the same scale."""
     return max(1, *(line.duration_ns for line in graph.timelines))
 
 
@@ -171,12 +171,12 @@ class Tick(NamedTuple):
 
 
 def place_ticks(graph: GraphSummary) -> list[Tick]:
-    """Return round times on the scale of a graph, ten steps of which are minor."""
+    """Return round times on the scale of a graph, subdivided by minor ticks."""
     return make_ticks(time_scale(graph))
 
 
 def make_ticks(scale_ns: int) -> list[Tick]:
-    """Return round times on a scale, ten steps of which are minor."""
+    """Return round times on a scale, subdivided by minor ticks."""
     rough = scale_ns / TICKS
     size = 10 ** math.floor(math.log10(rough))
     step = next((size * factor for factor in (1, 2, 5) if size * factor >= rough), 10 * size)
@@ -223,7 +223,7 @@ def place_waits(graph: GraphSummary, line: Timeline) -> Iterator[WaitLine]:
 # --------------------------------------------------------------------------------------------------------- modules
 
 
-class Node(NamedTuple):
+class ModuleNode(NamedTuple):
     """A module in the graph of modules."""
 
     x: int
@@ -237,7 +237,7 @@ class ModuleGraph(NamedTuple):
 
     width: int
     height: int
-    nodes: list[Node]
+    nodes: list[ModuleNode]
     edges: list[str]
     """Paths of SVG."""
 
@@ -245,8 +245,7 @@ class ModuleGraph(NamedTuple):
 def place_modules(graph: GraphSummary) -> ModuleGraph:
     """Return the modules of a graph in columns by their distance from the inputs.
 
-    Modules may form a cycle, since each of them is several segments: an edge to an earlier module does not move it to
-    the right.
+    Modules may form a cycle, since each consists of several segments; edges to earlier modules do not affect columns.
     """
     columns: dict[int, list[int]] = defaultdict(list)
     rank: list[int] = []
@@ -260,7 +259,7 @@ def place_modules(graph: GraphSummary) -> ModuleGraph:
         column = columns[rank[index]]
         top = (height - len(column) * (NODE_HEIGHT + NODE_GAP)) // 2
         y = top + place[index] * (NODE_HEIGHT + NODE_GAP) + NODE_GAP // 2
-        nodes.append(Node(rank[index] * COLUMN_WIDTH + 4, y, _fit(module.name), module.name))
+        nodes.append(ModuleNode(rank[index] * COLUMN_WIDTH + 4, y, _fit(module.name), module.name))
     edges = [_curve(nodes[other], nodes[index]) for index, module in enumerate(graph.modules) for other in module.after]
     width = max(len(columns), 1) * COLUMN_WIDTH - (COLUMN_WIDTH - NODE_WIDTH) + 8
     return ModuleGraph(width, height, nodes, edges)
@@ -280,11 +279,11 @@ def _order_columns(columns: dict[int, list[int]], after: Sequence[Sequence[int]]
 
 
 def _fit(name: str) -> str:
-    """Return the end of a name that fits into a node."""
+    """Return a name, shortened at its beginning to fit into a node."""
     return name if len(name) <= 30 else "…" + name[-29:]
 
 
-def _curve(start: Node, end: Node) -> str:
+def _curve(start: ModuleNode, end: ModuleNode) -> str:
     x1, y1 = start.x + NODE_WIDTH, start.y + NODE_HEIGHT // 2
     x2, y2 = end.x, end.y + NODE_HEIGHT // 2
     if x2 < x1:  # back, or within a column: around the boxes

@@ -1,12 +1,11 @@
-"""Steps of a pipeline, before and after filling: as a page, and as a trace for Perfetto.
+"""Steps of a pipeline before and after filling, as a page and as a trace for Perfetto.
 
     PipelineSteps -> str;  PipelineSteps -> {"traceEvents": [...], ...}
 
 Ranks are rows of the page and tracks of the trace; where an encoder is split over fewer devices than a stage, every
-column of a rank has its own. The page draws short bars that follow one another as one block, so that a step of a
-thousand operations is a readable page of bounded size. The trace has every operation, every run of encoder segments
-(inside an operation, if that is where it runs), and every bubble that is left, and counts idle devices. Note
-[traces for Perfetto] in `render_trace.py` holds here too.
+column of a rank has a row. The page merges consecutive short bars into one block, so that its size is bounded. The
+trace has every operation, every run of encoder segments (nested in an operation, if it runs inside one), every
+remaining bubble, and a counter of idle devices. Note [traces for Perfetto] in `render_trace.py` applies here too.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from apollo_compile.reports.render_html import ROW, make_ticks, percent_of, read
 from apollo_compile.units import NS_PER_US, format_ns
 
 MAX_BLOCKS = 1500
-"""Bars of one step on a page, roughly; with more, short ones are drawn as one."""
+"""Approximate limit of bars of one step on a page; with more, short bars are merged."""
 
 COARSEST = 250
-"""Blocks that the width of a page has room for."""
+"""Number of blocks that fit into the width of a page."""
 
 _THREADS = 100_000
-"""More than a step has devices."""
+"""Thread ids per process; more than a step has devices."""
 
 
 class Look(NamedTuple):
-    """How one kind of work is drawn."""
+    """Label and colour of one kind of work."""
 
     label: str
     color: str
@@ -104,13 +103,13 @@ def bars_by_device(plan: FilledPlan) -> list[list[Bar]]:
 
 
 def idle_share(plan: FilledPlan) -> float:
-    """Return the share of all device time that is bubbles."""
+    """Return the share of bubbles in the time of all devices, 0 to 1."""
     idle_ns = sum(row.bubble_ns for row in device_rows(plan))
     return idle_ns / (plan.step_ns * plan.num_devices)
 
 
 class DeviceRow(NamedTuple):
-    """What a device does during a step."""
+    """Time of a device in a step, by kind of work."""
 
     label: str
     pipeline_ns: int
@@ -120,7 +119,7 @@ class DeviceRow(NamedTuple):
 
 
 def device_rows(plan: FilledPlan) -> list[DeviceRow]:
-    """Return, by device, how long it computes what; gaps inside operations count as the pipeline's time."""
+    """Return the time of every device by kind of work; gaps inside operations count as the pipeline's time."""
     bubbles = bubbles_of(plan.bars, plan.num_devices, plan.schedule.num_ranks, plan.step_ns)
     rows = []
     for device, bars in enumerate(bars_by_device(plan)):
@@ -143,7 +142,7 @@ def device_rows(plan: FilledPlan) -> list[DeviceRow]:
 
 
 class Block(NamedTuple):
-    """One bar on the page: an operation, or several short ones."""
+    """One bar on the page: an operation, or several short operations."""
 
     device: int
     start_ns: int
@@ -156,7 +155,7 @@ class Block(NamedTuple):
 
 
 def make_blocks(plan: FilledPlan) -> Iterator[Block]:
-    """Yield the bars of a step as they are drawn."""
+    """Yield the blocks of a step, with short bars merged."""
     least_ns = plan.step_ns // COARSEST if _is_large(plan) else 0
     for device, bars in enumerate(bars_by_device(plan)):
         group: list[Bar] = []

@@ -31,7 +31,7 @@ def render_text(report: ModelSummary) -> str:
     blocks = [describe_state(report.states)] if report.states else []
     blocks += [report.fragments] if report.fragments else []
     blocks += [_render_graph(graph, report) for graph in report.graphs]
-    blocks += [f"{name}: runs in Inductor, whole\n  because {reason}" for name, reason in report.fallbacks]
+    blocks += [f"{name}: falls back to Inductor\n  because {reason}" for name, reason in report.fallbacks]
     blocks += [f"{name}: chosen by measuring\n{_render_verdict(verdict)}" for name, verdict in report.verdicts]
     blocks += [_render_break(found, graphs) for found, graphs in breaks_by_place(report.breaks)]
     return "\n\n".join(blocks) or NOTHING_YET
@@ -48,11 +48,11 @@ def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
         f"  {describe_device(graph)}",
     ]
     if graph.variant not in OWN_PLANS:
-        last = "; measured below is the plan's last run" if graph.measured else ""
-        lines.append(f"  does not run its plan now but {graph.variant}{last}")
+        last = "; measured times are those of the plan's last run" if graph.measured else ""
+        lines.append(f"  now runs {graph.variant} instead of its plan{last}")
     if graph.measured is not None:
         lines.append(
-            f"  measured  {format_ns(graph.measured.duration_ns)}; two lanes or more at work "
+            f"  measured  {format_ns(graph.measured.duration_ns)}; two or more lanes busy "
             f"{graph.measured.overlap:.0%} of the time; units busy {graph.measured.busy:.0%}"
         )
     elif graph.is_cold:
@@ -74,7 +74,7 @@ def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
 
 
 def _render_lanes(graph: GraphSummary) -> str:
-    """Return a line per lane with segments; nothing for a single lane without a quota, which the head describes."""
+    """Return a table of the lanes with segments; empty for a single lane without a quota, which the head describes."""
     if graph.num_lanes < 2 and all(lane.taken_bytes is lane.quota_bytes is None for lane in graph.lanes):
         return ""
     rows = [
@@ -90,7 +90,7 @@ def _render_lanes(graph: GraphSummary) -> str:
         )
         for lane in graph.lanes_used
     ]
-    headers = ("", "units", "segments", "predicted at work", "measured", "planned peak", "took", "quota")
+    headers = ("", "units", "segments", "predicted busy", "measured", "planned peak", "took", "quota")
     return _table_of_known(rows, headers, "lrrrrrrr")
 
 
@@ -116,7 +116,7 @@ def _render_what_if(graph: GraphSummary) -> str:
         (row.change, format_ns(row.serial_ns), format_ns(row.predicted_ns), f"{row.gain:.2f}x", row.num_abreast)
         for row in graph.what_if
     ]
-    table = _table(rows, ("what if", "on one lane", "planned", "gain", "abreast"), "lrrrr")
+    table = _table(rows, ("what if", "on one lane", "planned", "gain", "concurrent"), "lrrrr")
     return table if graph.compares_batches else f"{table}\n{OTHER_BATCHES}"
 
 

@@ -2,13 +2,12 @@
 
     ModelSummary -> {"traceEvents": [...], ...}
 
-A timeline of a graph is a process, a lane a thread, a segment a complete event (`X`), a kept wait a flow (`s` to `f`).
-Busy units, bytes of live buffers, and per lane the bytes held, taken and allowed are counters (`C`). Times of the
-format are microseconds; `args` has the exact nanoseconds. Graphs follow one another in time as in a step, so that
-tracks line up.
+A timeline of a graph is a process, a lane is a thread, a segment is a complete event (`X`), and a kept wait is a flow
+(`s` to `f`). Busy units, bytes of live buffers, and per lane the bytes held, taken and allowed are counters (`C`).
+Times of the format are microseconds; `args` has the exact nanoseconds. Graphs follow one another in time, as in a step.
 Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Note [traces for Perfetto]. Beyond the format:
+Note [traces for Perfetto]. Perfetto has requirements beyond the format:
 - Thread ids begin at 1 and are unique across processes. Perfetto looks threads up by id, so threads with equal ids lose
   their names (google/perfetto#363), and some versions take thread 0 for thread 1 (google/perfetto#2278).
 - Metadata events have no time: they apply from the start (google/perfetto#2048).
@@ -30,7 +29,7 @@ Event = dict[str, Any]
 _PROCESSES = {"serial": 1, "predicted": 2, "measured": 3}
 
 _THREADS = 1_000
-"""More than a program has lanes."""
+"""Thread ids per process; more than a program has lanes."""
 
 
 def render_trace(report: ModelSummary) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list
 
 
 def _counters(graph: GraphSummary, line: Timeline) -> list[tuple[str, str, Sequence[tuple[int, int]]]]:
-    """Return name, series and steps of every counter; bytes that a lane took or may take are constant."""
+    """Return name, series and changes of every counter; bytes that a lane took or may take are constant."""
     found: list[tuple[str, str, Sequence[tuple[int, int]]]] = [
         ("units", "at work", line.units),
         ("bytes", "between segments", line.memory),
@@ -133,7 +132,7 @@ def _render_waits(graph: GraphSummary, line: Timeline, begin_ns: int, first_id: 
         producer, consumer = bars[wait.producer], bars[wait.consumer]
         process = _PROCESSES[line.name]
         shared = {"name": "wait", "cat": "wait", "id": number, "pid": process}
-        # A flow belongs to the slice that encloses it, and an end is no longer enclosed: hence one nanosecond before.
+        # A flow belongs to the slice that encloses it, which excludes the slice's end: hence one nanosecond before.
         leaves_ns = max(producer.start_ns, producer.end_ns - 1)
         events.append({**shared, "ph": "s", "tid": _thread(process, producer.lane), "ts": _us(begin_ns + leaves_ns)})
         thread = _thread(process, consumer.lane)

@@ -1,9 +1,9 @@
-"""The report of one model, with a method for every form in which people and programs read it.
+"""The report of one model.
 
     Report(graphs, fallbacks, verdicts, breaks, fragments, states)
 
 A report is frozen plain data (`values.py`) with a method per rendering; renderings compute no numbers.
-`to_json` and `from_json` are inverse, so a report can be read in another process, on another machine, or years later.
+`from_json` reads the text of `to_json`, in any process and on any machine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FORMAT = 4
 """Number of the JSON form."""
 
 _MAX_BYTES = 256 * 2**20
-"""A report of 1,000 segments takes about 3 MB."""
+"""Size limit of a report's file; a report of 1,000 segments takes about 3 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report(ModelSummary):
-    """All graphs of one model; prints as text, and in a notebook as a page."""
+    """Report of all graphs of one model; prints as text, and in a notebook as a page."""
 
     def __str__(self) -> str:
         return render_text(self)
@@ -46,7 +46,7 @@ class Report(ModelSummary):
         return render_frame(self)
 
     def to_json(self) -> str:
-        """Return everything as JSON text; `Report.from_json` reads it."""
+        """Return the report as JSON text, which `Report.from_json` reads."""
         return json.dumps({"format": FORMAT, "report": to_json(self)})
 
     @classmethod
@@ -59,7 +59,7 @@ class Report(ModelSummary):
         try:
             return _to_report(parse(text))
         except ValueError as error:
-            raise ReportFileError(f"this is no report: {error}; expected what Report.to_json wrote") from error
+            raise ReportFileError(f"not a report: {error}; expected text written by Report.to_json") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -73,7 +73,9 @@ class Report(ModelSummary):
         except OSError as error:
             raise ReportFileError(f"cannot read the report {path}: {error.strerror or error}") from error
         except ValueError as error:
-            raise ReportFileError(f"this is no report: {path}: {error}; expected what Report.to_json wrote") from error
+            raise ReportFileError(
+                f"not a report: {path}: {error}; expected a file written by Report.to_json"
+            ) from error
 
     def to_html(self) -> str:
         """Return a self-contained HTML page: it needs no network and no other file."""
@@ -96,10 +98,10 @@ class Report(ModelSummary):
         return render_dot(self)
 
     def metrics(self) -> dict[str, float]:
-        """Return the main numbers as a flat dictionary for dashboards; what is not known yet has no entry.
+        """Return the main numbers as a flat dictionary for dashboards; numbers that are not known yet have no entry.
 
-        Names begin with `apollo/`. Times are in milliseconds, memory is in bytes, and gains are ratios; counts and
-        flags are floats too, so that all can be drawn. `apollo_compile.reports.metrics` has the meaning of each.
+        Names begin with `apollo/`. Times are in milliseconds, memory is in bytes, gains are ratios; counts and flags
+        are floats too. `apollo_compile.reports.metrics` describes each number.
         """
         return metrics_of(self)
 
@@ -107,21 +109,21 @@ class Report(ModelSummary):
         """Explain in at most three sentences why a segment, or a module, runs where and when it does.
 
         Arguments:
-            name: of a segment, or of a module, which includes its submodules.
-            verbose: a paragraph per segment instead, with its times on every number of units.
+            name: name of a segment, or of a module, which includes its submodules.
+            verbose: return a paragraph per segment, with its times on every number of units.
 
         Raises:
-            LookupError: nothing has that name; the message lists similar names.
+            LookupError: no segment or module has that name; the message lists similar names.
         """
         return explain_place(self, name, verbose=verbose)
 
     def diff(self, other: Report) -> Difference:
-        """Return the differences from this report's plans to those of `other`; print it to read it."""
+        """Return the differences between this report's plans and those of `other`, which print as text."""
         return compare(sides_of_report(self), sides_of_report(other))
 
 
 def merge_reports(reports: Iterable[Report]) -> Report:
-    """Return one report of several Dynamo graphs; where two of them have the same name, later ones get a number."""
+    """Return one report of several Dynamo graphs; repeated names get a number."""
     found = Report(graphs=(), fallbacks=())
     taken: set[str] = set()
     for report in reports:

@@ -1,15 +1,15 @@
-"""Summary of a compilation: computes every number of a report, once.
+"""Summary of a compilation: every number of a report, computed once.
 
     (Compilation, Trace) -> GraphSummary
 
-Comparisons with other devices and batch sizes need plans of their own, which the caller makes and passes in
-(`apollo_compile.tools.what_if`). Timelines are made by `timelines.py`, modules and branches by `branches.py`.
+Comparisons with other devices and batch sizes need other plans, which the caller makes and passes in
+(`apollo_compile.tools.what_if`). `timelines.py` makes timelines; `branches.py` summarizes modules and branches.
 
 A segment's bottleneck is the largest part of its predicted time: arithmetic (`compute`), bytes (`memory`) or fixed
 times (`launch`); it is `waiting` if the units of its lane were idle before it for longer than it runs.
 
-The quota that a segment asks for is the fewest units on which it takes, alone, at most `ASKED_TOLERANCE` longer than on
-any other number. It is granted the units of its lane.
+The quota that a segment asks for is the smallest number of units on which it takes, alone, at most `ASKED_TOLERANCE`
+longer than on any other number. It is granted the units of its lane.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from apollo_compile.reports.branches import name_branches, summarize_modules, su
 from apollo_compile.reports.timelines import make_timelines
 from apollo_compile.reports.values import (
     Bottleneck,
-    Choice,
     DeviceSummary,
     GraphSummary,
     LaneSummary,
     Limit,
     SegmentSummary,
     Timeline,
+    UnitDuration,
     WaitSummary,
     WhatIf,
 )
@@ -54,13 +54,13 @@ def summarize(
 
     Arguments:
         compilation: the graph and its plan.
-        trace: of a run of its plan, empty before the first run.
+        trace: trace of a run of its plan, empty before the first run.
         num_replans: number of replans.
-        is_deterministic: whether replans are off.
+        is_deterministic: whether replanning is disabled.
         is_cold: whether the plan runs, but was not called often enough for a trace.
         variant: the variant that runs now.
         what_if: predictions for other devices or batch sizes.
-        lane_bytes: device memory that lanes took.
+        lane_bytes: bytes of device memory that lanes took.
         lane_memory_quota: bytes of device memory that a lane may take; None is no limit.
     """
     graph, plan = compilation.partition.graph, compilation.plan
@@ -159,7 +159,7 @@ def _summarize_segment(
         bottleneck=_bottleneck(mode, is_waiting=waited_ns > took_ns),
         memory_share=mode.memory_share,
         launch_share=mode.launch_share,
-        choices=tuple(Choice(units=m.units, duration_ns=m.duration_ns, source=m.source) for m in modes),
+        choices=tuple(UnitDuration(units=m.units, duration_ns=m.duration_ns, source=m.source) for m in modes),
         after=compilation.partition.graph.predecessors(segment.id),
     )
 
@@ -195,7 +195,7 @@ def _waited(timeline: Timeline, lanes: Sequence[Lane]) -> dict[int, int]:
 
 
 def critical_path(graph: SegmentGraph, durations: Sequence[int]) -> int:
-    """Return the length of the longest chain of segments that take these durations."""
+    """Return the length of the longest chain of segments with these durations."""
     ends: list[int] = []
     for segment in graph.segments:
         start = max((ends[other] for other in graph.predecessors(segment.id)), default=0)
@@ -204,6 +204,6 @@ def critical_path(graph: SegmentGraph, durations: Sequence[int]) -> int:
 
 
 def _load(compilation: Compilation) -> float:
-    """Return the makespan if every segment had its most efficient number of units and no unit were ever idle."""
+    """Return the makespan if every segment ran on its most efficient number of units and no unit were idle."""
     units = len(compilation.plan.lanes[0].units)
     return sum(min(mode.units * mode.duration_ns for mode in modes) for modes in compilation.costs.modes) / units

@@ -12,7 +12,7 @@ from typing import Literal
 
 from apollo_compile.ir import Trace
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.values import Bar, Step, Timeline
+from apollo_compile.reports.values import CounterChange, SegmentBar, Timeline
 
 
 def make_timelines(compilation: Compilation, trace: Trace) -> tuple[Timeline, ...]:
@@ -20,22 +20,27 @@ def make_timelines(compilation: Compilation, trace: Trace) -> tuple[Timeline, ..
     plan = compilation.plan
     ends = list(itertools.accumulate(modes[-1].duration_ns for modes in compilation.costs.modes))
     serial = [
-        Bar(segment=segment, lane=0, start_ns=start_ns, end_ns=end_ns)
+        SegmentBar(segment=segment, lane=0, start_ns=start_ns, end_ns=end_ns)
         for segment, (start_ns, end_ns) in enumerate(itertools.pairwise([0, *ends]))
     ]
-    planned = [Bar(segment=a.segment, lane=a.lane, start_ns=a.start_ns, end_ns=a.end_ns) for a in plan.in_start_order()]
+    planned = [
+        SegmentBar(segment=a.segment, lane=a.lane, start_ns=a.start_ns, end_ns=a.end_ns) for a in plan.in_start_order()
+    ]
     found = [
         _timeline("serial", serial, plan.serial_ns, compilation),
         _timeline("predicted", planned, plan.makespan_ns, compilation),
     ]
     if trace.spans:
-        ran = [Bar(segment=s.segment, lane=s.lane, start_ns=s.start_ns, end_ns=s.end_ns) for s in trace.spans]
+        ran = [SegmentBar(segment=s.segment, lane=s.lane, start_ns=s.start_ns, end_ns=s.end_ns) for s in trace.spans]
         found.append(_timeline("measured", ran, trace.duration_ns, compilation))
     return tuple(found)
 
 
 def _timeline(
-    name: Literal["serial", "predicted", "measured"], bars: Sequence[Bar], duration_ns: int, compilation: Compilation
+    name: Literal["serial", "predicted", "measured"],
+    bars: Sequence[SegmentBar],
+    duration_ns: int,
+    compilation: Compilation,
 ) -> Timeline:
     lanes = compilation.plan.lanes
     width = [len(lane.units) for lane in lanes]
@@ -56,7 +61,7 @@ def _timeline(
 
 
 def _lifetimes(
-    compilation: Compilation, bars: Sequence[Bar], duration_ns: int
+    compilation: Compilation, bars: Sequence[SegmentBar], duration_ns: int
 ) -> dict[int, list[tuple[int, int, int]]]:
     """Return, per lane, (start, end, bytes) of every buffer that its segments make, by the memory plan."""
     times = {bar.segment: bar for bar in bars}
@@ -70,20 +75,20 @@ def _lifetimes(
     return found
 
 
-def _steps(intervals: Iterable[tuple[int, int, int]]) -> list[Step]:
-    """Return the sum of the values of all intervals (start, end, value) that contain a time, at every change."""
+def _steps(intervals: Iterable[tuple[int, int, int]]) -> list[CounterChange]:
+    """Return the changes over time of the sum of all current intervals (start, end, value)."""
     changes: dict[int, int] = defaultdict(int)
     for start_ns, end_ns, value in intervals:
         changes[start_ns] += value
         changes[end_ns] -= value
     level = 0
-    found: list[Step] = []
+    found: list[CounterChange] = []
     for time_ns in sorted(changes):
         level += changes[time_ns]
         if not found or found[-1].value != level:
-            found.append(Step(time_ns, level))
+            found.append(CounterChange(time_ns, level))
     return found
 
 
-def _plain(steps: Iterable[Step]) -> tuple[tuple[int, int], ...]:
+def _plain(steps: Iterable[CounterChange]) -> tuple[tuple[int, int], ...]:
     return tuple((step.time_ns, step.value) for step in steps)

@@ -1,4 +1,4 @@
-"""Data of a report: frozen plain values, which renderings show and do not compute.
+"""Data of a report: frozen plain values that renderings show.
 
     ModelSummary        all graphs of one model, fallbacks with reasons, verdicts, graph breaks, states
     GraphSummary        one FX graph: segments, modules, branches, lanes, waits, timelines, comparisons
@@ -19,7 +19,7 @@ from apollo_compile.ir import Candidate, CostSource, GraphBreak, Origin, Role, V
 
 
 class Bottleneck(enum.StrEnum):
-    """What takes most of a segment's time."""
+    """Largest part of a segment's time."""
 
     COMPUTE = "compute"
     MEMORY = "memory"
@@ -28,7 +28,7 @@ class Bottleneck(enum.StrEnum):
 
 
 class Limit(enum.StrEnum):
-    """What keeps any plan of a graph from being faster."""
+    """Reason of the lower bound of all plans of a graph."""
 
     DEPENDENCIES = "dependencies"
     """The longest chain of segments, each on the number of units on which it is fastest."""
@@ -37,7 +37,7 @@ class Limit(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class UnitDuration:
     """Duration of a segment on one number of units, without interference."""
 
     units: int
@@ -47,47 +47,46 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentSummary:
-    """One segment: its place in the plan, its predicted and its measured times."""
+    """One segment with its assignment and its predicted and measured times."""
 
     id: int
     name: str
     module: str
     branch: str
-    """Name of its branch."""
     lane: int
     units: int
-    """Quota granted: units the segment may use; its lane has exactly these."""
+    """Granted quota: number of units of its lane."""
     asked_units: int
-    """Quota asked: the fewest units on which it is about as fast, alone, as on any number."""
+    """Requested quota: the smallest number of units on which it is about as fast, alone, as on any number."""
     memory_bytes: int
-    """Quota of bytes: bytes that it allocates."""
+    """Quota of bytes that it allocates."""
     predicted_ns: int
     """Duration in the plan, with interference."""
     source: CostSource
     measured_ns: int | None
-    """None before the first run."""
+    """Measured duration; None before the first run."""
     waited_ns: int
     """Idle time of the units of its lane before it, measured if it ran, else predicted."""
     bottleneck: Bottleneck
     memory_share: float
     launch_share: float
-    choices: tuple[Choice, ...]
+    choices: tuple[UnitDuration, ...]
     after: tuple[int, ...]
     """Segments that it depends on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleSummary:
-    """One module: all segments whose work is mostly that of the module; layers of a list are one module."""
+    """One module: all segments whose work is mostly the module's; the layers of a list are one module."""
 
     name: str
     branch: str
     num_segments: int
     lanes: tuple[int, ...]
     predicted_ns: int
-    """Sum over its segments, as the plan runs them."""
+    """Sum of its segments' durations in the plan."""
     serial_ns: int
-    """Sum over its segments on all units."""
+    """Sum of its segments' durations on all units."""
     measured_ns: int | None
     after: tuple[int, ...]
     """Indices of the modules that it reads from, without itself."""
@@ -95,15 +94,15 @@ class ModuleSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairSummary:
-    """Two branches, and for how long they overlap."""
+    """Two branches, and the duration of their overlap."""
 
     first: str
     second: str
     """Equal to `first` for the overlap of segments of one branch."""
     could_overlap_ns: int
-    """The most that dependencies allow; 0 if all segments of one depend on all of the other."""
+    """Largest overlap that dependencies allow; 0 if all segments of one branch depend on all of the other."""
     overlap_ns: int
-    """Measured if there was a run, else predicted."""
+    """Overlap, measured if there was a run, else predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +113,7 @@ class LaneSummary:
     units: tuple[int, ...]
     num_segments: int
     predicted_ns: int
-    """Time in which it is busy."""
+    """Time in which the lane is busy."""
     measured_ns: int | None
     peak_bytes: int
     """Planned peak of the buffers that its segments make."""
@@ -135,7 +134,7 @@ class WaitSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
+class SegmentBar:
     """One segment on a timeline."""
 
     segment: int
@@ -144,8 +143,8 @@ class Bar:
     end_ns: int
 
 
-class Step(NamedTuple):
-    """From this time on, a counter has this value."""
+class CounterChange(NamedTuple):
+    """Value of a counter from a time on."""
 
     time_ns: int
     value: int
@@ -161,19 +160,20 @@ class Timeline:
     """Share of the duration in which at least two lanes are busy."""
     busy: float
     """Share of units x duration in which a lane of the unit is busy."""
-    bars: tuple[Bar, ...]
-    """By start."""
+    bars: tuple[SegmentBar, ...]
+    """Bars by start."""
     units: tuple[tuple[int, int], ...]
     """Busy units over time: (nanoseconds, units) at every change."""
     memory: tuple[tuple[int, int], ...]
-    """Bytes of buffers between segments over time, likewise; empty for the serial plan."""
+    """Bytes of buffers between segments over time: (nanoseconds, bytes) at every change; empty for the serial plan."""
     memory_by_lane: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """By lane, the same for buffers that segments of the lane make."""
+    """Per lane, `memory` of the buffers that segments of the lane make."""
 
     @property
     def idle_ns(self) -> int:
         """Time in which no lane is busy."""
-        steps = [Step(0, 0), *itertools.starmap(Step, self.units), Step(self.duration_ns, 0)]
+        start, end = CounterChange(0, 0), CounterChange(self.duration_ns, 0)
+        steps = [start, *itertools.starmap(CounterChange, self.units), end]
         return sum(later.time_ns - now.time_ns for now, later in itertools.pairwise(steps) if now.value == 0)
 
 
@@ -182,14 +182,14 @@ class WhatIf:
     """Predicted times on another device or with another batch size."""
 
     change: str
-    """What is changed, in words, e.g. `4 units`."""
+    """Description of the change, e.g. `4 units`."""
     units: int
     serial_ns: int
     predicted_ns: int
     num_abreast: int
-    """The largest number of segments that run at once in the plan."""
+    """Largest number of concurrent segments in the plan."""
     batch: int | None = None
-    """The number of samples, if that is what differs."""
+    """Number of samples, if the change is the batch size."""
 
     @property
     def gain(self) -> float:
@@ -204,7 +204,7 @@ class DeviceSummary:
     kind: str
     name: str
     source: str
-    """Where its profile comes from: see `apollo_compile.device.profile`."""
+    """Source of its profile: see `apollo_compile.device.profile`."""
     units: int
 
 
@@ -220,9 +220,9 @@ class GraphSummary:
     num_lanes: int
     """Lanes that the plan uses."""
     segments: tuple[SegmentSummary, ...]
-    """In planned start order."""
+    """Segments in planned start order."""
     modules: tuple[ModuleSummary, ...]
-    """In graph order."""
+    """Modules in graph order."""
     branches: tuple[str, ...]
     pairs: tuple[PairSummary, ...]
     """Pairs of branches, by descending possible overlap."""
@@ -235,9 +235,9 @@ class GraphSummary:
     """Predicted makespan on one lane."""
     bound_ns: int
     gap: float
-    """How far the plan is above the bound, without interference: with 0.02, it is at most 2 % above the optimum."""
+    """Relative distance of the plan from the bound, without interference; 0.02 means at most 2 % above the optimum."""
     critical_path_ns: int
-    """The longest chain of segments, each on the number of units on which it is fastest."""
+    """Length of the longest chain of segments, each on the number of units on which it is fastest."""
     limit: Limit
     candidates: tuple[Candidate, ...]
     """Schedules that the planner considered, in order."""
@@ -258,23 +258,23 @@ class GraphSummary:
     without_formula: tuple[str, ...] = ()
     """Operators whose work is their bytes alone."""
     is_deterministic: bool = False
-    """Whether measurements do not change the plan, since the user wants the same numbers every time."""
+    """Whether measurements do not change the plan, because deterministic algorithms are enabled."""
     is_cold: bool = False
-    """Whether the plan runs but has no measurement yet: its first call is cold and not measured."""
+    """Whether the plan runs but is not measured yet, because its first call is cold."""
 
     @property
     def measured(self) -> Timeline | None:
-        """The last run; None before the second run, since the first is cold."""
+        """Timeline of the last run; None before the second run, since the first is cold."""
         return next((line for line in self.timelines if line.name == "measured"), None)
 
     @property
     def predicted(self) -> Timeline:
-        """The predicted timeline of the plan, or the serial one if there is no other."""
+        """Predicted timeline of the plan; the serial timeline if there is no other."""
         return next((line for line in self.timelines if line.name == "predicted"), self.timelines[0])
 
     @property
     def latest(self) -> Timeline:
-        """The last run, or the prediction before the first measured run."""
+        """Timeline of the last run; the prediction before the first measured run."""
         return self.timelines[-1]
 
     @property
@@ -299,12 +299,12 @@ class GraphSummary:
 
     @property
     def num_waits(self) -> int:
-        """Waits between lanes that the program has."""
+        """Number of waits between lanes in the program."""
         return sum(wait.kept for wait in self.waits)
 
     @property
     def num_waits_dropped(self) -> int:
-        """Dependencies between lanes that need no wait."""
+        """Number of dependencies between lanes that need no wait."""
         return len(self.waits) - self.num_waits
 
     def planned_overlap_ns(self, pair: PairSummary) -> int:
@@ -331,7 +331,7 @@ class Stage(enum.StrEnum):
     MEASURING = "measuring"
     """Its variant may still change."""
     FALLS_BACK = "falls back"
-    """Inductor runs all of it."""
+    """Inductor compiles the whole graph."""
     SETTLED = "settled"
     """Its variant is final."""
 
@@ -358,17 +358,17 @@ class ModelSummary:
 
     graphs: tuple[GraphSummary, ...]
     fallbacks: tuple[tuple[str, str], ...]
-    """Graphs that Inductor runs whole, and why."""
+    """Graphs that fall back to Inductor, with reasons."""
     verdicts: tuple[tuple[str, Verdict], ...] = ()
-    """By name of the Dynamo graph, the result of its comparison."""
+    """Names of Dynamo graphs, with the results of their comparisons."""
     breaks: tuple[GraphBreak, ...] = ()
     fragments: str = ""
-    """Where a call fell into many graphs: into how many, the main reason, and what to compile instead."""
+    """Note on a call that was split into many graphs: their number, the main reason, and a suggestion."""
     states: tuple[State, ...] = ()
-    """Of every Dynamo graph; empty if unknown."""
+    """States of all Dynamo graphs; empty if unknown."""
 
 
-def total_overlap_ns(one: Sequence[Bar], other: Sequence[Bar]) -> int:
+def total_overlap_ns(one: Sequence[SegmentBar], other: Sequence[SegmentBar]) -> int:
     """Return the summed overlap of bars of two branches, or of one branch if `one is other`."""
     pairs = itertools.combinations(one, 2) if one is other else itertools.product(one, other)
     return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in pairs)

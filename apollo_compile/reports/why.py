@@ -1,6 +1,6 @@
-"""Why a segment or a module runs where and when it does, by its plan.
+"""Reasons for the lane and the start of a segment or a module.
 
-explain_place(report, name) -> at most three sentences: where, why then, what runs beside it
+explain_place(report, name) -> at most three sentences: its lane, the reason of its start, concurrent segments
 explain_place(report, name, verbose=True) -> a paragraph per segment
 """
 
@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 
 from apollo_compile.ir.text import format_count
 from apollo_compile.ir.variants import OWN_PLANS
-from apollo_compile.reports.values import Bar, Bottleneck, GraphSummary, ModelSummary, SegmentSummary
+from apollo_compile.reports.values import Bottleneck, GraphSummary, ModelSummary, SegmentBar, SegmentSummary
 from apollo_compile.units import format_ns
 
 
 def explain_place(report: ModelSummary, name: str, *, verbose: bool = False) -> str:
-    """Return why the segment `name`, or the segments of the module `name`, run where they do.
+    """Return why the segment `name`, or the segments of the module `name`, run where and when they do.
 
     Raises:
-        LookupError: nothing has that name.
+        LookupError: no segment or module has that name.
     """
     found = [(graph, chosen) for graph in report.graphs if (chosen := _find(graph, name))]
     if found and verbose:
         return "\n\n".join(_explain_segment(graph, segment) for graph, chosen in found for segment in chosen)
     if found:
         return _explain_briefly(found, name)
-    reasons = [f"{graph}: runs in Inductor, whole, because {reason}" for graph, reason in report.fallbacks]
+    reasons = [f"{graph}: falls back to Inductor because {reason}" for graph, reason in report.fallbacks]
     known = [known for graph in report.graphs for s in graph.segments for known in (s.name, s.module) if known]
     similar = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
     hint = f"similar: {', '.join(similar)}" if similar else f"known: {', '.join(list(dict.fromkeys(known))[:10])}"
@@ -43,7 +43,7 @@ def _find(graph: GraphSummary, name: str) -> list[SegmentSummary]:
 
 
 def _explain_briefly(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name: str) -> str:
-    """Return three sentences; the last two are about the graph in which the segments take most."""
+    """Return three sentences; the last two are about the graph in which the segments take the most time."""
     graph, chosen = max(found, key=lambda item: sum(segment.predicted_ns for segment in item[1]))
     bars = _planned_bars(graph)
     first = min(chosen, key=lambda segment: (bars[segment.id].start_ns, segment.id))
@@ -52,11 +52,11 @@ def _explain_briefly(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary
     start = format_ns(bars[first.id].start_ns)
     by_id = {segment.id: segment.name for segment in graph.segments}
     if on_lane is not None and (needed is None or on_lane.end_ns > needed.end_ns):
-        then = f"{place} starts at {start}, when {by_id[on_lane.segment]} has left the units of its lane."
+        then = f"{place} starts at {start}, when {by_id[on_lane.segment]} has released the units of its lane."
     elif needed is not None:
-        then = f"{place} starts at {start}, when {by_id[needed.segment]} has ended, which it needs."
+        then = f"{place} starts at {start}, when {by_id[needed.segment]} has ended, on which it depends."
     else:
-        then = f"{place} starts at {start}, for it needs no other segment."
+        then = f"{place} starts at {start}, since it depends on no other segment."
     return " ".join([_where(found, name), then, _beside(graph, chosen, bars)])
 
 
@@ -66,7 +66,7 @@ def _where(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name:
         bar = _planned_bars(graph)[segment.id]
         return (
             f"{segment.name} runs in {graph.name} on lane {segment.lane}, with {_units(segment.units)} of "
-            f"{segment.asked_units} asked for, from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)} by plan."
+            f"{segment.asked_units} requested, planned from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)}."
         )
     segments = [segment for _, chosen in found for segment in chosen]
     lanes = sorted({segment.lane for segment in segments})
@@ -77,9 +77,9 @@ def _where(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name:
     )
 
 
-def _beside(graph: GraphSummary, chosen: Sequence[SegmentSummary], bars: Mapping[int, Bar]) -> str:
+def _beside(graph: GraphSummary, chosen: Sequence[SegmentSummary], bars: Mapping[int, SegmentBar]) -> str:
     if graph.variant not in OWN_PLANS:
-        return f"The graph does not run its plan now but {graph.variant}: see the verdict."
+        return f"The graph now runs {graph.variant} instead of its plan; see the verdict."
     ids = {segment.id for segment in chosen}
     own = [bars[segment] for segment in ids]
     shared = {
@@ -91,20 +91,20 @@ def _beside(graph: GraphSummary, chosen: Sequence[SegmentSummary], bars: Mapping
     }
     names = sorted((name for name, shared_ns in shared.items() if shared_ns), key=lambda name: -shared[name])
     if names:
-        return f"Beside it run {_names(names)}, for {format_ns(sum(shared.values()))} in all."
+        return f"Concurrent with it: {_names(names)}, for {format_ns(sum(shared.values()))} in total."
     if all(segment.units == graph.device.units for segment in chosen):
-        return f"Nothing runs beside it, for its lane has all {_units(graph.device.units)}."
-    return "Nothing runs beside it."
+        return f"Nothing runs concurrently, since its lane has all {_units(graph.device.units)}."
+    return "Nothing runs concurrently."
 
 
-def _planned_bars(graph: GraphSummary) -> dict[int, Bar]:
+def _planned_bars(graph: GraphSummary) -> dict[int, SegmentBar]:
     return {bar.segment: bar for bar in next(line for line in graph.timelines if line.name == "predicted").bars}
 
 
 def _last_before(
-    graph: GraphSummary, segment: SegmentSummary, bars: Mapping[int, Bar]
-) -> tuple[Bar | None, Bar | None]:
-    """Return the bar that ends last of the segments it needs, and of those before it on units of its lane."""
+    graph: GraphSummary, segment: SegmentSummary, bars: Mapping[int, SegmentBar]
+) -> tuple[SegmentBar | None, SegmentBar | None]:
+    """Return the bars of the last predecessor, and of the last segment before it on units of its lane."""
     bar, units = bars[segment.id], {lane.id: set(lane.units) for lane in graph.lanes}
     on_lane = [b for b in bars.values() if units[b.lane] & units[segment.lane] and b.end_ns <= bar.start_ns]
     return (
@@ -122,7 +122,7 @@ def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
     by_id = {other.id: other for other in graph.segments}
     lines = [
         f"{segment.name} in {graph.name}: lane {segment.lane}, {_units(segment.units)} granted, "
-        f"{_units(segment.asked_units)} asked; planned from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)}"
+        f"{_units(segment.asked_units)} requested; planned from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)}"
     ]
     times = ", ".join(f"{format_ns(choice.duration_ns)} on {choice.units}" for choice in segment.choices)
     lines.append(f"  Alone it takes {times} ({segment.choices[-1].source.value}); it is bound by {_bound_by(segment)}.")
@@ -132,29 +132,29 @@ def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
     else:
         which = "which" if len(segment.after) == 1 else "the last of which"
         lines.append(
-            f"  It needs {_names([by_id[other].name for other in segment.after])}, {which} ends at "
+            f"  It depends on {_names([by_id[other].name for other in segment.after])}, {which} ends at "
             f"{format_ns(last_needed.end_ns)}."
         )
     if last_on_lane is not None and (last_needed is None or last_on_lane.end_ns > last_needed.end_ns):
         earlier = by_id[last_on_lane.segment].name
-        lines.append(f"  Units of its lane are at work on {earlier} until {format_ns(last_on_lane.end_ns)}.")
-    beside = [
+        lines.append(f"  The units of its lane are busy with {earlier} until {format_ns(last_on_lane.end_ns)}.")
+    concurrent = [
         other
         for other in bars.values()
         if other.segment != segment.id and other.start_ns < bar.end_ns > bar.start_ns and other.end_ns > bar.start_ns
     ]
-    if beside:
-        lines.append(f"  Beside it run {_names([by_id[other.segment].name for other in beside])}.")
+    if concurrent:
+        lines.append(f"  Concurrent with it: {_names([by_id[other.segment].name for other in concurrent])}.")
     else:
-        lines.append("  Nothing runs beside it.")
+        lines.append("  Nothing runs concurrently.")
     if segment.units < segment.asked_units:
         fastest = min(choice.duration_ns for choice in segment.choices)
         lines.append(
-            f"  With {_units(segment.asked_units)} it would take {format_ns(fastest)}, but what runs beside it would "
-            f"have to wait: in sum the plan is {graph.gain:.2f}x as fast as one lane."
+            f"  With {_units(segment.asked_units)} it would take {format_ns(fastest)}, but concurrent segments would "
+            f"have to wait; the plan as a whole is {graph.gain:.2f}x as fast as one lane."
         )
     if graph.variant not in OWN_PLANS:
-        lines.append(f"  The graph does not run its plan now but {graph.variant}: see the verdict.")
+        lines.append(f"  The graph now runs {graph.variant} instead of its plan; see the verdict.")
     return "\n".join(lines)
 
 

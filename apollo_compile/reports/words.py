@@ -1,11 +1,10 @@
-"""Explanations in sentences: what overlapped, what did not and why, what limits the plan, what to try.
+"""Sentences of a report: overlaps, missed overlaps and their reasons, limits of the plan, and suggestions.
 
     describe_state(states) -> stage of the Dynamo graphs, the first line of a report
     describe(graph, report) -> sentences about one graph
-    breaks_by_place(breaks) -> graph breaks that are alike, with the graphs that they end
+    breaks_by_place(breaks) -> distinct graph breaks, with the graphs that they end
 
-Sentences only interpret numbers of the summary. Every sentence has a condition, because one that holds for every model
-helps nobody.
+Sentences only interpret numbers of the summary. Every sentence has a condition under which it is useful.
 """
 
 from __future__ import annotations
@@ -41,23 +40,24 @@ SMALL_GAIN = 1.02
 MAX_PAIRS = 4
 
 MAX_GRAPHS = 4
-"""Graphs that a line about states names, per stage."""
+"""Number of graphs that a line about states names, per stage."""
 
 OTHER_BATCHES = (
-    "other batches take the model's inputs: apollo explain --what-if batch=16,32, or explain(..., batches=(16, 32))"
+    "other batch sizes need the model's inputs: use apollo explain --what-if batch=16,32, or "
+    "explain(..., batches=(16, 32))"
 )
-"""Note below comparisons without other batch sizes: a compiled model does not keep its inputs."""
+"""Note below comparisons without other batch sizes; a compiled model does not keep its inputs."""
 
 WRONG = 1.1
 """Measured over predicted time from which the difference is worth a sentence."""
 
 
 NOTHING_YET = (
-    "nothing compiled for this model has run yet: call the compiled model first. Without a model, report() is of all "
-    "that was compiled, under FSDP2 too"
+    "nothing compiled for this model has run yet: call the compiled model first. Without a model, report() covers "
+    "everything that was compiled, also with FSDP2"
 )
 
-NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold, and left out"
+NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold and does not count"
 
 
 def describe_state(states: Sequence[State]) -> str:
@@ -73,7 +73,7 @@ def _list(states: Sequence[State]) -> str:
 
 
 def breaks_by_place(breaks: Sequence[GraphBreak]) -> list[tuple[GraphBreak, str]]:
-    """Return one graph break for each line of code and problem, with the names of all graphs that end there."""
+    """Return one graph break per line of code and problem, with the names of all graphs that end there."""
     found: dict[tuple[str, int, str], list[GraphBreak]] = {}
     for each in breaks:
         found.setdefault((each.file, each.line, each.problem), []).append(each)
@@ -85,12 +85,12 @@ def _first(names: Sequence[str]) -> str:
 
 
 def describe(graph: GraphSummary, report: ModelSummary) -> tuple[str, ...]:
-    """Return sentences about a graph: what overlaps and what does not, limits, what to try."""
+    """Return sentences about a graph: overlaps, limits, deviations and suggestions."""
     return (*_overlaps(graph), *_limits(graph), *_unknown_work(graph), *_deviations(graph), *_remedies(graph, report))
 
 
 def describe_search(graph: GraphSummary) -> str:
-    """Return where the plan comes from."""
+    """Return how the plan was found."""
     if graph.pinned:
         return "read from a plan file"
     parts = [f"best of {format_count(len(graph.candidates), 'candidate')}"] if graph.candidates else ["no search"]
@@ -101,12 +101,12 @@ def describe_search(graph: GraphSummary) -> str:
     if graph.num_replans:
         parts.append(f"planned again from measured durations ({graph.num_replans}x)")
     if graph.is_deterministic:
-        parts.append("stays whatever is measured, since deterministic algorithms are on")
+        parts.append("not replanned from measurements, since deterministic algorithms are enabled")
     return "; ".join(parts)
 
 
 def describe_device(graph: GraphSummary) -> str:
-    """Return the device that the plan is for, and where its profile comes from."""
+    """Return the device that the plan is for, and the source of its profile."""
     device = graph.device
     units = format_count(device.units, "unit")
     return f"for {device.name} ({device.kind}, {units}), profile {device.source}"
@@ -121,8 +121,8 @@ def _overlaps(graph: GraphSummary) -> list[str]:
             found.append(f"{_who(pair)} {did} for {format_ns(pair.overlap_ns)}{_allowed(pair)}.")
         elif graph.variant in OWN_PLANS and graph.planned_overlap_ns(pair) >= much:
             found.append(
-                f"{_who(pair)} are planned to overlap for {format_ns(graph.planned_overlap_ns(pair))}, and did for "
-                f"{format_ns(pair.overlap_ns)} in the last run: one run, which other processes may have disturbed."
+                f"{_who(pair)} are planned to overlap for {format_ns(graph.planned_overlap_ns(pair))}, but overlapped "
+                f"for {format_ns(pair.overlap_ns)} in the last run, which other processes may have disturbed."
             )
         elif pair.could_overlap_ns >= much:
             found.append(
@@ -159,8 +159,8 @@ def _why_serial(graph: GraphSummary, pair: PairSummary) -> str:
     half = max(shared)
     longer = sum(on[half] for on in choices) / sum(on[graph.device.units] for on in choices)
     return (
-        f"on {half} of the {graph.device.units} units they take {longer:.2f}x as long as on all, and so leave little "
-        "to be gained by sharing"
+        f"on {half} of the {graph.device.units} units they take {longer:.2f}x as long as on all, so sharing the device "
+        "gains little"
     )
 
 
@@ -170,19 +170,19 @@ def _chain(graph: GraphSummary) -> str:
     names = [branch for branch in graph.branches if branch]
     who = f"{', '.join(names[:-1])} and {names[-1]} depend" if 1 < len(names) <= MAX_PAIRS else "its segments depend"
     if graph.serial_ns > 1.02 * graph.critical_path_ns:
-        return f"Between modules there is next to nothing to overlap: {who} on each other from end to start."
-    return f"Nothing can overlap: {who} on each other, so that there is one chain of {len(graph.segments)} segments."
+        return f"Almost nothing can overlap between modules: {who} on each other, one after the other."
+    return f"Nothing can overlap: {who} on each other, in one chain of {len(graph.segments)} segments."
 
 
 def _limits(graph: GraphSummary) -> list[str]:
     if graph.possible_gain < SMALL_GAIN:
         return [f"No plan on these lanes can be more than {graph.possible_gain:.2f}x as fast as one lane."]
     if graph.limit is Limit.DEPENDENCIES:
-        limit = f"the longest chain of dependencies takes {format_ns(graph.critical_path_ns)} however it is placed"
+        limit = f"the longest chain of dependencies takes {format_ns(graph.critical_path_ns)} on any lanes"
     else:
-        limit = f"the work itself keeps {graph.device.units} units at work for about that long"
+        limit = f"the work alone keeps {graph.device.units} units busy for about that long"
     return [
-        f"No plan is under {format_ns(graph.bound_ns)} ({graph.possible_gain:.2f}x): {limit}; this one is at "
+        f"No plan takes less than {format_ns(graph.bound_ns)} ({graph.possible_gain:.2f}x): {limit}; this plan takes "
         f"{format_ns(graph.predicted_ns)} ({graph.gain:.2f}x)."
     ]
 
@@ -191,13 +191,11 @@ def _unknown_work(graph: GraphSummary) -> list[str]:
     if not graph.without_formula:
         return []
     names = ", ".join(graph.without_formula)
-    return [
-        f"Predictions for segments with these operators are rough, since their work is known by bytes alone: {names}."
-    ]
+    return [f"Predictions for segments with these operators are rough, since they have no formula but bytes: {names}."]
 
 
 def _deviations(graph: GraphSummary) -> list[str]:
-    """Return how far the last run was from the plan, and where most of the difference is."""
+    """Return the deviation of the last run from the plan, and the largest part of it."""
     if graph.measured is None or not graph.predicted_ns:
         return []
     ratio = graph.measured.duration_ns / graph.predicted_ns
@@ -208,14 +206,12 @@ def _deviations(graph: GraphSummary) -> list[str]:
         for module in graph.modules
         if module.measured_ns is not None
     }
-    off["while no lane was at work"] = graph.measured.idle_ns - graph.predicted.idle_ns
+    off["while no lane was busy"] = graph.measured.idle_ns - graph.predicted.idle_ns
     place, most = max(off.items(), key=lambda item: item[1] if ratio > 1 else -item[1])
     where = (
         f", the largest part of it {place} ({format_ns(abs(most))} {'more' if most > 0 else 'less'})" if most else ""
     )
-    return [
-        f"The last run took {ratio:.2f}x the predicted time{where}: one run, which other processes may have disturbed."
-    ]
+    return [f"The last run took {ratio:.2f}x the predicted time{where}; other processes may have disturbed this run."]
 
 
 def _remedies(graph: GraphSummary, report: ModelSummary) -> list[str]:
@@ -230,16 +226,16 @@ def _remedies(graph: GraphSummary, report: ModelSummary) -> list[str]:
     if share[Bottleneck.MEMORY] >= MANY:
         found.append(
             f"Segments with {share[Bottleneck.MEMORY]:.0%} of the time wait for memory, which more units do not speed "
-            "up: a smaller data type helps, or beside them segments that compute."
+            "up: try a smaller data type."
         )
     if graph.possible_gain < SMALL_GAIN and share[Bottleneck.COMPUTE] > MOST:
         largest = max(graph.modules, key=lambda module: module.predicted_ns)
         found.append(
-            f"Lanes cannot help here. Try what makes the work itself smaller, such as torch.autocast: segments with "
+            f"Lanes cannot help here. Try to reduce the work itself, for example with torch.autocast: segments with "
             f"{share[Bottleneck.COMPUTE]:.0%} of the time compute, and {largest.name} takes "
             f"{largest.predicted_ns / total:.0%} of it."
         )
-    if report.breaks and not report.fragments:  # that line says it of all graphs
+    if report.breaks and not report.fragments:  # `fragments` covers the breaks of all graphs
         found.append(
             f"Try to remove the {len(report.breaks)} graph breaks below: nothing overlaps across a break."
             if len(report.breaks) > 1

@@ -1,6 +1,6 @@
-"""The one mechanism for files that outlive a process: format, age, eviction, lock, atomic write, damage.
+"""Files that outlive a process: format, age, eviction, lock, atomic write, damage.
 
-    FileFormat(kind=..., number=..., content=...)   what files of one kind hold: read, write, inspect
+    FileFormat(kind=..., number=..., content=...)   format of one kind of file: read, write, inspect
     Store(directory, format, ...)                   files of one kind in a directory of the cache, by key
     Found                                           result of a read: CURRENT, MISSING, STALE or DAMAGED
 
@@ -8,13 +8,12 @@ A file is a JSON object: the number of its format, and the fields of a frozen da
 of the old format would be misread; a file with another number counts as damaged.
 
 Files that a user names are read with `FileFormat.read`, which raises errors. Files of the cache are in a `Store`, whose
-`read` raises nothing: it returns `Found` for any content, or none, and at worst something is measured or planned again.
-Writing raises `OSError`; the caller logs what it costs that nothing is kept.
+`read` raises nothing but returns `Found`; at worst, the caller measures or plans again. Writing raises `OSError`; the
+caller logs the consequence.
 
-A write is atomic: a reader sees the old file or the new one, never a part. So readers and writers need no lock; for a
-read-modify-write (`Store.update`), the processes that share a directory take a lock in its file `.lock`. With
-`max_age_s`, content is stale when it is older than that, or dated in the future. With `max_files`, a write evicts the
-oldest files.
+A write is atomic: a reader sees the old file or the new file, never a part. So readers and writers need no lock; for a
+read-modify-write (`Store.update`), processes take the lock file `.lock` of the directory. With `max_age_s`, content is
+stale if it is older than that, or dated in the future. With `max_files`, a write evicts the oldest files.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LOCK = ".lock"
 """Lock file of a directory; its holder may update files there."""
 
 LOCK_TIMEOUT_S = 10.0
-"""A lock is held for milliseconds; a process that holds it longer was stopped, and must not block others."""
+"""Longest wait for a lock. It is held for milliseconds; a process that holds it longer was stopped."""
 
 MAX_AGE_S = 7 * 24 * 3600
 """Age at which measurements expire, and at which a temporary file is known to be abandoned."""
@@ -49,9 +48,9 @@ class FileState(enum.StrEnum):
     CURRENT = "current"
     MISSING = "missing"
     STALE = "stale"
-    """Intact, but too old."""
+    """The file is intact, but too old."""
     DAMAGED = "damaged"
-    """Unreadable, or of another kind or format."""
+    """The file is unreadable, or of another kind or format."""
 
 
 _Content = TypeVar("_Content")
@@ -63,14 +62,14 @@ class Found(Generic[_Content]):
 
     state: FileState
     detail: str = ""
-    """Why it is not current, as text."""
+    """Reason why it is not current."""
     content: _Content | None = None
-    """The content, if current."""
+    """Content of a current file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dated:
-    """Content that expires: a machine changes in ways that no key captures."""
+    """Base of content that expires, since a machine changes in ways that no key captures."""
 
     made_at: float
     """Seconds since the epoch."""
@@ -86,9 +85,9 @@ class FileFormat(Generic[_Content]):
     content: type[_Content]
     """A frozen dataclass."""
     max_bytes: int
-    """A larger file is not one of ours."""
+    """Size limit; a larger file is of another kind."""
     indent: int | None = 1
-    """None writes everything on one line."""
+    """Indent of the JSON text; None writes one line."""
 
     def format(self, content: _Content) -> str:
         """Return the text of a file; equal content gives equal text."""
@@ -141,11 +140,11 @@ class Store(Generic[_Content]):
         """Keep files in `directory`.
 
         Arguments:
-            directory: may have files of other kinds, too.
+            directory: directory, which may have files of other kinds.
             format: format of the files.
             names: pattern of file names, with `{key}`; no other kind of file in the directory matches it.
-            max_age_s: age above which content is stale; it must be `Dated` then.
-            max_files: number of files kept, the youngest ones.
+            max_age_s: age above which content is stale; content must be `Dated`.
+            max_files: number of files to keep; the oldest are evicted.
         """
         assert max_age_s is None or issubclass(format.content, Dated), "content without a date does not age"
         self._directory = directory
@@ -165,21 +164,19 @@ class Store(Generic[_Content]):
             return found
         age_s = time.time() - found.content.made_at
         if age_s < 0:
-            return Found(state=FileState.STALE, detail="it was made by a clock that was ahead of this one")
+            return Found(state=FileState.STALE, detail="it is dated in the future")
         if age_s > self._max_age_s:
-            detail = f"it was made {age_s:.0f} s ago, and counts for {self._max_age_s:.0f} s"
+            detail = f"it was made {age_s:.0f} s ago, and is valid for {self._max_age_s:.0f} s"
             return Found(state=FileState.STALE, detail=detail)
         return found
 
     def write(self, key: str, content: _Content) -> None:
-        """Write the content of a key, and evict. Raises `OSError` if that fails."""
+        """Write the content of a key, and evict old files. Raises `OSError` if that fails."""
         self._format.write(self.path(key), content)
         self._evict()
 
     def update(self, key: str, change: Callable[[_Content | None], _Content]) -> _Content:
-        """Write and return `change(current content)`; the current content is None if there is none.
-
-        No other process or thread updates a file of the directory meanwhile.
+        """Write and return `change(current content)` under the lock of the directory; None is no current content.
 
         Raises:
             OSError: it cannot be written, or the lock cannot be taken.
@@ -200,7 +197,7 @@ class Store(Generic[_Content]):
             path.unlink(missing_ok=True)
 
     def _ages(self, pattern: str) -> Iterator[tuple[float, Path]]:
-        """Yield age in seconds and path of the files of this kind, the youngest first."""
+        """Yield (age in seconds, path) of the files of this kind, the youngest first."""
         times = []
         for path in self._directory.glob(pattern.format(self._names.format(key="*"))):
             with contextlib.suppress(FileNotFoundError):  # another process evicted it
@@ -213,7 +210,7 @@ class Store(Generic[_Content]):
 
 
 def check_format(content: Any, kind: str, number: int) -> dict[str, Any]:
-    """Return `content` if it is a JSON object whose field `format` is `number`; `kind` is its name in messages.
+    """Return `content` after checking that it is a JSON object with the format `number`; `kind` is for messages.
 
     Raises:
         ValueError: it is not.
@@ -233,7 +230,7 @@ def read_file(path: Path, *, max_bytes: int) -> Any:
         ValueError: it is too large, not a regular file, or not JSON.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # checked before opening: a pipe would block
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -247,7 +244,7 @@ def write_file(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)  # a reader sees the old file or the new one, never a part
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

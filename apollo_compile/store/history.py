@@ -1,4 +1,4 @@
-"""Findings about graphs, so that the next process begins where an earlier one ended.
+"""Findings about graphs, which the next process reuses.
 
     History(directory).recall(key) -> Finding | None;    keep(key, finding)
     History(directory).generation(name) -> int;          begin_generation(name)
@@ -10,8 +10,8 @@ recalled plan is not planned again, and the winner runs from the first step on; 
 A finding expires after `MAX_AGE_S`, because a machine changes in ways that no key captures, and only the `MAX_FILES`
 youngest are kept. A finding that cannot be read, or whose plan is not legal for the graph, is ignored.
 
-AOTAutograd's cache has no way to invalidate a bundle of a graph (`session/bundle.py`). So the number of a generation is
-part of a bundle's key, and a new generation begins when a bundle could not be used.
+AOTAutograd's cache cannot invalidate a bundle of a graph (`session/bundle.py`). So the number of a generation is part
+of a bundle's key, and a new generation begins when a bundle could not be used.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MAX_FILES = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What an earlier process found for one graph."""
+    """Plan, measurements and variant of one graph, found by an earlier process."""
 
     observations: Observations
     """Measurements that the plan was made from."""
     plan: Plan
     variant: Variant
-    """The variant that ran when autotuning of its model was over."""
+    """The variant that autotuning of its model selected."""
     verdict: Verdict | None
     """The verdict of autotuning; None if there was nothing to compare."""
 
@@ -48,7 +48,7 @@ class _FindingFile(Dated):
 
 
 _FINDINGS = FileFormat(kind="finding", number=4, content=_FindingFile, max_bytes=64 * 2**20, indent=None)
-"""A plan of 10,000 segments takes about 2 MB."""
+"""File format of findings; a plan of 10,000 segments takes about 2 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class History:
         found = self._findings.read(key)
         if found.state is FileState.DAMAGED:
             path = self._findings.path(key)
-            _logger.info("what an earlier run found out is not used, and found out anew: %s: %s", path, found.detail)
+            _logger.info("an earlier process's plan and measurements are ignored: %s: %s", path, found.detail)
         return None if found.content is None else found.content.finding
 
     def keep(self, key: str, finding: Finding) -> None:
@@ -79,19 +79,19 @@ class History:
         try:
             self._findings.write(key, _FindingFile(made_at=time.time(), finding=finding))
         except OSError as error:
-            _logger.info("what was found out about a graph is not kept: %s", error)
+            _logger.info("a graph's plan and measurements are not kept: %s; the next process measures again", error)
 
     def generation(self, name: str) -> int:
-        """Return the current generation of the bundles of that name."""
+        """Return the current generation of the bundles with this name."""
         found = self._generations.read(name).content
         return 0 if found is None else found.generation
 
     def begin_generation(self, name: str) -> None:
-        """Invalidate all bundles of that name: later processes make new ones."""
+        """Invalidate all bundles with this name; later processes make new ones."""
         try:
             self._generations.update(name, _next_generation)
         except OSError as error:
-            _logger.info("graphs that AOTAutograd's cache has are compiled anew every time: %s", error)
+            _logger.info("a bundle in AOTAutograd's cache is not invalidated, so every process recompiles: %s", error)
 
 
 def _next_generation(before: _GenerationFile | None) -> _GenerationFile:

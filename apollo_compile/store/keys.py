@@ -1,6 +1,6 @@
 """Keys of findings and bundles: a key contains everything that its value depends on, and nothing else.
 
-    circumstances(...)                              what findings and bundles depend on besides the graph
+    circumstances(...)                              dependencies of findings and bundles besides the graph
     finding_key(capture, partition, circumstances)  key of a graph's finding
     bundle_key(circumstances, paths)                key of a Dynamo graph's bundles in AOTAutograd's cache
     digest(parts)                                   hash of a JSON value
@@ -26,13 +26,13 @@ from apollo_compile.store.profiles import format_profile
 
 
 def circumstances(*, profile: DeviceProfile, config: Config, machine: Sequence[object], compiler: str) -> str:
-    """Return what findings and bundles depend on besides a graph, as a canonical text.
+    """Return the dependencies of findings and bundles besides the graph, as a canonical text.
 
     Arguments:
-        profile: the profile that plans are made for.
-        config: options of the compile; cache locations and logging do not matter.
-        machine: properties of the machine that matter, as JSON values.
-        compiler: Inductor's settings as a text.
+        profile: profile that plans are made for.
+        config: options of the compile, of which cache locations and logging are ignored.
+        machine: relevant properties of the machine, as JSON values.
+        compiler: Inductor's settings as text.
     """
     parts = [
         apollo_compile.__version__,
@@ -63,7 +63,7 @@ def bundle_key(circumstances: str, paths: str) -> str:
 
     Arguments:
         circumstances: see `circumstances`.
-        paths: the modules that its nodes come from; segments are cut and named by them.
+        paths: modules that its nodes come from, which determine the segments and their names.
     """
     return digest([_own_code(), circumstances, paths])
 

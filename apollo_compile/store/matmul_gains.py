@@ -1,7 +1,7 @@
 """Measured gains of oneDNN over BLAS, per matmul, shared by the processes of a machine.
 
     MatmulGains(directory).recall(fingerprint) -> gains by the name of a matmul
-    MatmulGains(directory).add(fingerprint, gains) -> gains, with those of other processes
+    MatmulGains(directory).add(fingerprint, gains) -> gains, merged with those of other processes
 
 A gain is BLAS's time over oneDNN's. There is one file per number of cores. It expires as a whole, `MAX_AGE_S` after its
 first entry was measured, or when the fingerprint of the machine changes; the `MAX_ENTRIES` youngest entries are kept.
@@ -27,7 +27,7 @@ MAX_ENTRIES = 4096
 class _GainsFile(Dated):
     fingerprint: Fingerprint
     gains: Mapping[str, float]
-    """The youngest are last."""
+    """Gains by name of a matmul, the youngest last."""
 
 
 _FORMAT = FileFormat(kind="file of matmul gains", number=1, content=_GainsFile, max_bytes=2**20)
@@ -44,7 +44,7 @@ class MatmulGains:
         key = _key_of(fingerprint)
         found = self._store.read(key)
         if found.state is FileState.DAMAGED:
-            _logger.info("matrix products are measured anew: %s: %s", self._store.path(key), found.detail)
+            _logger.info("matmuls are measured again: %s: %s", self._store.path(key), found.detail)
         return found.content.gains if found.content is not None and found.content.fingerprint == fingerprint else {}
 
     def add(self, fingerprint: Fingerprint, gains: Mapping[str, float]) -> Mapping[str, float]:
@@ -59,7 +59,7 @@ class MatmulGains:
         try:
             return self._store.update(_key_of(fingerprint), change).gains
         except OSError as error:
-            _logger.info("the next process measures matrix products again: %s", error)
+            _logger.info("measured matmuls are not kept: %s; the next process measures them again", error)
             return gains
 
 

@@ -2,8 +2,8 @@
 
     save_plan(plan, graph, path)            write one plan
     load_plan(path, graph, lanes) -> Plan   read the plan of a graph: from its file, or from a directory of dumps
-    read_plans(path) -> [NamedPlan]         read plans without their graphs, to look at them
-    is_plan(path)                           tell a plan file, or a directory, from other files
+    read_plans(path) -> [NamedPlan]         read plans without their graphs, for display
+    is_plan(path)                           whether a path is a plan file or a directory
 
 A file holds the plan and a fingerprint of its graph: segments, buffers and dependencies, but not their work. A
 directory is one that `debug.dump` wrote: `0_0_forward/plan.json` for the graph `0/0 forward`. Files are data: every
@@ -41,7 +41,7 @@ class _Content:
 
 
 _FORMAT = FileFormat(kind="plan", number=1, content=_Content, max_bytes=64 * 2**20)
-"""A plan of 10,000 segments takes about 2 MB."""
+"""File format of plans; a plan of 10,000 segments takes about 2 MB."""
 
 
 def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
@@ -58,7 +58,7 @@ def folder_of(name: str) -> str:
 
 
 def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
-    """Return the plan in a file or in a directory of dumps, which must be for `graph` on `lanes`.
+    """Return the plan in a file or in a directory of dumps; it must be for `graph` on `lanes`.
 
     Raises:
         PlanFileError: the file cannot be read, is not a plan, or its plan is for another graph or other lanes.
@@ -88,13 +88,13 @@ def check_fits(plan: Plan, graph: SegmentGraph, lanes: tuple[Lane, ...], name: s
     """
     if plan.lanes != lanes:
         raise PlanFileError(
-            f"{name} is for lanes with {[len(lane.units) for lane in plan.lanes]} units; this device has "
-            f"lanes with {[len(lane.units) for lane in lanes]}: set 'device.units' to run it here"
+            f"{name} is for lanes with {[len(lane.units) for lane in plan.lanes]} units, but this device has "
+            f"lanes with {[len(lane.units) for lane in lanes]} units; set 'device.units' to run it here"
         )
     place = {assignment.segment: index for index, assignment in enumerate(plan.in_start_order())}
     is_complete = [assignment.segment for assignment in plan.assignments] == list(range(len(graph.segments)))
     if not is_complete or not all(0 <= assignment.lane < len(lanes) for assignment in plan.assignments):
-        raise PlanFileError(f"{name} does not give each of the {len(graph.segments)} segments a lane")
+        raise PlanFileError(f"{name} does not assign each of the {len(graph.segments)} segments to a lane")
     for segment in graph.segments:
         if late := [other for other in graph.predecessors(segment.id) if place[other] > place[segment.id]]:
             raise PlanFileError(
@@ -112,7 +112,7 @@ class NamedPlan(NamedTuple):
 
 
 def read_plans(path: Path) -> tuple[NamedPlan, ...]:
-    """Return the plan in a file, or all plans in a directory of dumps, by the name of their graph.
+    """Return the plan in a file, or all plans in a directory of dumps, with the names of their graphs.
 
     Raises:
         PlanFileError: a file cannot be read or is not a plan, or the directory has none.
@@ -126,7 +126,7 @@ def read_plans(path: Path) -> tuple[NamedPlan, ...]:
             content = _FORMAT.read(file)
             plan, names = content.plan, content.graph.segments
             if [assignment.segment for assignment in plan.assignments] != list(range(len(names))):
-                raise ValueError(f"its {len(plan.assignments)} assignments are not one for each of {len(names)} names")
+                raise ValueError(f"it has {len(plan.assignments)} assignments, expected one per segment, {len(names)}")
             if not {assignment.lane for assignment in plan.assignments} <= {lane.id for lane in plan.lanes}:
                 raise ValueError("it assigns segments to lanes that it does not have")
             found.append(NamedPlan(content.graph.name, names, plan))
@@ -136,7 +136,7 @@ def read_plans(path: Path) -> tuple[NamedPlan, ...]:
 
 
 def is_plan(path: Path) -> bool:
-    """Return whether this is a directory, or a file that claims to hold a plan, which may still be malformed."""
+    """Return whether a path is a directory, or a file with a plan, which may be malformed."""
     if path.is_dir():
         return True
     try:

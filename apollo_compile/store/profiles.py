@@ -1,13 +1,13 @@
-"""Files of device profiles: packaged ones, files that a user names, and files in the cache.
+"""Files of device profiles: packaged files, files that a user names, and files in the cache.
 
     load_profile(path), save_profile(...)       a file that a user names; `load_profile` also takes a packaged name
-    default_profile(units)                      the packaged profile of CPUs: the same on every machine
+    default_profile(units)                      the packaged profile of CPUs
     cached_profile_path(...)                    the cached profile of this machine
-    inspect_profile(path, fingerprint)          whether a file can be used on the machine with this fingerprint
-    find_profile(path, fingerprint)             the same, with a WARNING if the user should calibrate again
+    inspect_profile(path, fingerprint)          the profile in a file, if it is of the machine with this fingerprint
+    find_profile(path, fingerprint)             `inspect_profile`, with a WARNING if the user should calibrate again
 
-A file has the fingerprint of the machine that its profile was measured on. A file that is damaged or stale is not used;
-a calibrated profile stays on disk even so, since it took minutes to make.
+A file has the fingerprint of the machine that its profile was measured on. A damaged or stale file is not used; a stale
+calibrated profile stays on disk, since it took minutes to make.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Content:
 
 
 _FORMAT = FileFormat(kind="profile", number=5, content=_Content, max_bytes=4 * 2**20)
-"""A measured profile takes about 20 kB."""
+"""File format of profiles; a measured profile takes about 20 kB."""
 
 
 def packaged_profiles() -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def packaged_profile(name: str) -> DeviceProfile:
 
 
 def default_profile(units: int) -> DeviceProfile:
-    """Return the packaged profile of CPUs for `units` units: the same on every machine."""
+    """Return the packaged profile of CPUs for `units` units, which does not depend on the machine."""
     return limit_units(packaged_profile("cpu"), units)
 
 
@@ -102,7 +102,7 @@ class ProfileState(enum.StrEnum):
     CURRENT = "current"
     """Calibrated on this machine in its present state."""
     SCALED = "scaled"
-    """The same, but from the quick measurement."""
+    """Scaled by the quick measurement on this machine."""
     MISSING = "missing"
     STALE = "stale"
     """Measured on another machine or version of torch."""
@@ -118,7 +118,7 @@ class ProfileInspection:
     profile: DeviceProfile | None
     """The profile, if it can be used."""
     is_replaceable: bool = False
-    """Whether a quick measurement may replace it: a calibrated profile is kept, even if stale."""
+    """Whether a quick measurement may replace it; a calibrated profile is kept even if it is stale."""
 
 
 def inspect_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:

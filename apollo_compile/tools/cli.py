@@ -1,18 +1,18 @@
 """The `apollo` command.
 
     apollo explain TARGET      plan a model without training it
-    apollo report SOURCE       train a model for some steps and report, or show a saved report again
+    apollo report SOURCE       train a model for some steps and report, or show a saved report
     apollo bench TARGET        measure a model: eager, Inductor and its best mode, apollo on one lane, apollo
-    apollo calibrate           measure this machine, keep its device profile
-    apollo doctor              is this machine fit for apollo?
-    apollo plan-diff A B       what differs between two reports, or two directories of dumps
-    apollo pipeline simulate   a training step over several devices, with encoders in the pipeline's bubbles
+    apollo calibrate           measure this machine and save its device profile
+    apollo doctor              check this machine, and advise how to fix problems
+    apollo plan-diff A B       compare the plans of two reports, or of two directories of dumps
+    apollo pipeline simulate   simulate a training step over several devices, with encoders in the pipeline's bubbles
 
 A TARGET is `path/to/file.py:function` or `package.module:function`; the function returns a model and its inputs
 (see `apollo_compile.tools.targets`). Every command has `--json`.
 
 The exit code is 0; 1 if the command failed or found problems (wrong numbers in bench, errors in doctor); 2 if its
-arguments are wrong. Results go to standard output, progress to standard error: a bar on a terminal, plain lines
+arguments are wrong. Results go to standard output; progress goes to standard error, as a bar on a terminal and as lines
 elsewhere. A command is a function that takes the parsed arguments and returns the exit code; `_parser` lists them.
 """
 
@@ -43,7 +43,7 @@ TARGET_HELP = "path/to/file.py:function or package.module:function that returns 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in `arguments` (default: those of the process) and return the exit code."""
+    """Run the command in `arguments` (default: the process's arguments) and return the exit code."""
     args = _parser().parse_args(arguments)
     try:
         status = int(args.run(args))
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports an error at exit
-        return 141  # what shells report for it
+        return 141  # as shells do
     except (ApolloError, LookupError, OSError, ValueError) as error:
         print(f"apollo {args.command}: {_message(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"apollo {args.command}: interrupted", file=sys.stderr)
-        return 130  # what shells report for it
+        return 130  # as shells do
 
 
 def _message(error: BaseException) -> str:
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_build_options(report)
     _add_renderings(report)
     _add_comparisons(report)
-    report.add_argument("--steps", type=_positive, help="training steps; default: until nothing is being decided")
+    report.add_argument("--steps", type=_positive, help="training steps; default: until autotuning has ended")
     report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
 
     bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor and its best mode, apollo")
@@ -110,19 +110,17 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     calibrate = _command(
-        commands, "calibrate", _calibrate, "measure the cores of this machine and keep its device profile"
+        commands, "calibrate", _calibrate, "measure the cores of this machine and save its device profile"
     )
     calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
     calibrate.add_argument("--rounds", type=_positive, help="rounds over everything; default: 100")
     calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
 
-    doctor = _command(commands, "doctor", _doctor, "is this machine fit for apollo, and what to do if not?")
-    doctor.add_argument(
-        "--self-check", action="store_true", help="try lanes on the GPU again, whatever was found before"
-    )
-    doctor.add_argument("--cpu", action="store_true", help="with a GPU: compile a body for the CPU, too")
+    doctor = _command(commands, "doctor", _doctor, "check this machine, and advise how to fix problems")
+    doctor.add_argument("--self-check", action="store_true", help="repeat the self-check of lanes on the GPU")
+    doctor.add_argument("--cpu", action="store_true", help="with a GPU: also compile a body for the CPU")
 
-    difference = _command(commands, "plan-diff", _plan_diff, "what differs between two plans")
+    difference = _command(commands, "plan-diff", _plan_diff, "compare two plans")
     for name in ("before", "after"):
         difference.add_argument(
             name, type=Path, help="a saved report (.json), a plan.json, or an APOLLO_DUMP directory"
@@ -180,8 +178,8 @@ def _add_comparisons(command: argparse.ArgumentParser) -> None:
         default=[],
         type=_comparison,
         metavar="COMPARISON",
-        help="plan for something else too, and compare: units=2,4 (of this device), profile=h200 (a device profile), "
-        "or batch=16,32; may be repeated",
+        help="compare with other plans: units=2,4 (of this device), profile=h200 (a device profile), or batch=16,32; "
+        "may be repeated",
     )
 
 
@@ -190,7 +188,7 @@ def _add_renderings(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trace", type=Path, metavar="FILE", help="write the timelines for Perfetto")
     command.add_argument("--dot", type=Path, metavar="FILE", help="write the graph of segments for Graphviz")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the report as JSON")
-    command.add_argument("--why", metavar="NAME", help="say why this segment or module runs where it does")
+    command.add_argument("--why", metavar="NAME", help="explain why this segment or module runs where and when it does")
     command.add_argument("--verbose", action="store_true", help="with --why: a paragraph per segment")
 
 
@@ -201,7 +199,7 @@ def _setting(text: str) -> tuple[str, Any]:
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
-        return name, value  # a word that needs no quotes
+        return name, value  # a string without quotes
 
 
 def _comparison(text: str) -> tuple[str, tuple[Any, ...]]:
@@ -261,7 +259,7 @@ def _report(args: argparse.Namespace) -> int:
         ignored = [name.replace("_", "-") for name in _FOR_A_MODEL if getattr(args, name)]
         if ignored:
             args.refuse(
-                f"a saved report is shown as it is; --{', --'.join(ignored)} would need file.py:function instead"
+                f"a saved report is shown unchanged; use file.py:function instead of it with --{', --'.join(ignored)}"
             )
         if Path(args.target).suffix == ".py":
             split_target(args.target)
@@ -270,7 +268,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 _FOR_A_MODEL = ("set", "option", "what_if", "steps", "inference")
-"""Arguments of `apollo report` that say how a model is run or planned."""
+"""Arguments of `apollo report` that apply to running or planning a model."""
 
 
 def _run_and_report(args: argparse.Namespace) -> Report:
@@ -313,7 +311,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
 
 
 def _show(report: Report, args: argparse.Namespace) -> int:
-    """Write and print a report as the arguments ask."""
+    """Write and print a report in the requested forms."""
     answer = (
         report.why(args.why, verbose=args.verbose) if args.why else None
     )  # first, so that a wrong name writes no files
@@ -402,8 +400,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         print(f"{calibration.profile.name}: measured in {took}" + (f", kept in {path}" if is_kept else ""))
     if calibration.is_disturbed:
         print(
-            f"other processes held a core in {calibration.disturbed_share:.0%} of the rounds, so the numbers are "
-            f"{'doubtful' if is_kept else 'not kept'}; stop them and run 'apollo calibrate' again",
+            f"other processes held a core in {calibration.disturbed_share:.0%} of the rounds, so the profile is "
+            f"{'unreliable' if is_kept else 'not kept'}; stop them and run 'apollo calibrate' again",
             file=sys.stderr,
         )
         return 1
@@ -454,7 +452,7 @@ def _simulate_pipeline(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Shows steps on standard error: a bar on a terminal, a line per kind of step elsewhere."""
+    """Shows progress on standard error: a bar on a terminal, a line per kind of step elsewhere."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -472,13 +470,13 @@ class _Progress:
             self._bar.close()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show the step that begins, of a known number of steps."""
+        """Show that step `done` of `total` begins."""
         if self._bar is not None:
             self._bar.total = total
         self._show(what, done)
 
     def tell(self, what: str) -> None:
-        """Show the step that begins, of an unknown number of steps."""
+        """Show that a step begins; the number of steps is unknown."""
         self._show(what, 0 if self._bar is None else self._bar.n + 1)
 
     def _show(self, what: str, done: int) -> None:

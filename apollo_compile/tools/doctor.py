@@ -1,9 +1,9 @@
-"""Check whether this machine is fit for apollo, and advise what to do if not.
+"""Check this machine, and advise how to fix problems.
 
-    look() -> Facts -> diagnose(facts) -> [Finding]
+    look() -> MachineFacts -> diagnose(facts) -> [Finding]
 
-`look` inspects the machine and never raises: what it cannot determine is recorded as a fact, too. `diagnose` is a pure
-function of the facts, so every case can be tested on any machine.
+`look` inspects the machine and never raises: problems are facts too. `diagnose` is a pure function of the facts, so
+every case can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _COMPILE_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """Facts about a machine and its software."""
+class MachineFacts:
+    """MachineFacts about a machine and its software."""
 
     python: str
     torch: str | None
-    """Version; None if it cannot be imported."""
+    """Version of torch; None if it cannot be imported."""
     torch_problem: str | None = None
     native_problem: str | None = None
     """Why the native runtime does not load; None if it does."""
@@ -55,9 +55,9 @@ class Facts:
     compiler_problem: str | None = None
     """Why a program with OpenMP cannot be compiled; None if it can."""
     is_body_tried: bool = True
-    """Whether a test body is compiled, where that is possible."""
+    """Whether a test body is compiled, if possible."""
     body_problem: str | None = None
-    """Why a compiled test body runs under the GIL; None if it does not, or if none was compiled."""
+    """Why a compiled test body runs under the GIL; None if it does not, or if no body was compiled."""
     cores: int
     """Cores of the machine."""
     allowed_cores: int
@@ -75,18 +75,18 @@ class Facts:
     cache_problem: str | None = None
     """Why the cache directory cannot be written; None if it can."""
     ortools: str | None = None
-    """Version; None if it cannot be imported."""
+    """Version of OR-Tools; None if it cannot be imported."""
     ortools_problem: str | None = None
-    """Why it cannot be imported, and which protobuf it asks for and finds; None if it can."""
+    """Why OR-Tools cannot be imported, with its required and the installed protobuf; None if it can."""
     cuda_devices: tuple[str, ...] = ()
     cuda_build: str | None = None
     """CUDA version that torch was built with; None if it was built without CUDA."""
     cuda_findings: tuple[Finding, ...] = ()
-    """Findings about the first CUDA device, those of its self-check included."""
+    """Findings about the first CUDA device, including its self-check."""
 
 
-def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """Return the findings, in the order in which to fix them."""
+def diagnose(facts: MachineFacts) -> tuple[Finding, ...]:
+    """Return the findings, in the order in which problems should be fixed."""
     return (
         Finding(level=Level.OK, subject="python", message=facts.python),
         _torch(facts),
@@ -104,14 +104,14 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
 
 
 def is_fit(findings: tuple[Finding, ...]) -> bool:
-    """Return whether apollo works here."""
+    """Return whether apollo works on this machine: no finding is an error."""
     return all(finding.level is not Level.ERROR for finding in findings)
 
 
 # ------------------------------------------------------------------------------------------------------- judgements
 
 
-def _torch(facts: Facts) -> Finding:
+def _torch(facts: MachineFacts) -> Finding:
     least = ".".join(map(str, LEAST_TORCH))
     advice = f"install torch {least} or later"
     if facts.torch is None:
@@ -138,7 +138,7 @@ def _version(text: str) -> tuple[int, int] | None:
     return None
 
 
-def _native(facts: Facts) -> list[Finding]:
+def _native(facts: MachineFacts) -> list[Finding]:
     if facts.native_problem is not None:
         return [
             Finding(
@@ -160,7 +160,7 @@ def _native(facts: Facts) -> list[Finding]:
     return [Finding(level=Level.OK, subject="native runtime", message="loads")]
 
 
-def _config(facts: Facts) -> Finding:
+def _config(facts: MachineFacts) -> Finding:
     if facts.config_problem is not None:
         return Finding(
             level=Level.ERROR,
@@ -173,17 +173,17 @@ def _config(facts: Facts) -> Finding:
             level=Level.WARNING,
             subject="settings",
             message=facts.plan_problem,
-            advice="correct APOLLO_PLAN, or unset it; until then graphs are planned anew",
+            advice="correct APOLLO_PLAN, or unset it; until then the planner is used",
         )
     return Finding(level=Level.OK, subject="settings", message="the environment's are valid")
 
 
-def _compiler(facts: Facts) -> Finding:
+def _compiler(facts: MachineFacts) -> Finding:
     if facts.compiler is None:
         return Finding(
             level=Level.ERROR,
             subject="C++ compiler",
-            message=f"there is none, so graphs run operator by operator: looked for {', '.join(_COMPILERS)}",
+            message=f"none, so graphs run operator by operator: searched for {', '.join(_COMPILERS)}",
             advice="install g++ and Python's headers (g++ and python3-dev on Debian): apollo_compile itself needs no "
             "compiler, but Inductor compiles every body with it",
         )
@@ -197,12 +197,12 @@ def _compiler(facts: Facts) -> Finding:
     return Finding(level=Level.OK, subject="C++ compiler", message=f"{facts.compiler} compiles programs with OpenMP")
 
 
-def _can_compile(facts: Facts) -> bool:
-    """Whether no finding prevents bodies from being compiled."""
+def _can_compile(facts: MachineFacts) -> bool:
+    """Whether bodies can be compiled, as far as the findings tell."""
     return all(finding.level is not Level.ERROR for finding in (_torch(facts), *_native(facts), _compiler(facts)))
 
 
-def _bodies(facts: Facts) -> list[Finding]:
+def _bodies(facts: MachineFacts) -> list[Finding]:
     if not _can_compile(facts):
         return []  # other findings must be fixed first
     if not facts.is_body_tried:
@@ -210,8 +210,8 @@ def _bodies(facts: Facts) -> list[Finding]:
             Finding(
                 level=Level.NOTE,
                 subject="native bodies",
-                message="not tried, since only models on the CPU have them, and torch sees a GPU",
-                advice="'apollo doctor --cpu' compiles one, which can take a minute",
+                message="not tested: only models on the CPU use them, and torch sees a GPU",
+                advice="run 'apollo doctor --cpu' to test one, which can take a minute",
             )
         ]
     if facts.body_problem is not None:
@@ -219,16 +219,14 @@ def _bodies(facts: Facts) -> list[Finding]:
             Finding(
                 level=Level.WARNING,
                 subject="native bodies",
-                message=f"none: lanes take turns under the GIL and gain little or nothing: {facts.body_problem}",
+                message=f"none, so lanes take turns under the GIL and gain little or nothing: {facts.body_problem}",
                 advice="install a release of torch that this package was tested with (docs/versions.md lists them)",
             )
         ]
-    return [
-        Finding(level=Level.OK, subject="native bodies", message="a body was compiled that lanes run without the GIL")
-    ]
+    return [Finding(level=Level.OK, subject="native bodies", message="a test body compiles, and runs without the GIL")]
 
 
-def _cores(facts: Facts) -> list[Finding]:
+def _cores(facts: MachineFacts) -> list[Finding]:
     found = []
     seen = min(facts.allowed_cores, facts.threads or facts.allowed_cores)
     usable = seen if facts.core_limit is None else min(seen, max(1, int(facts.core_limit)))
@@ -237,7 +235,7 @@ def _cores(facts: Facts) -> list[Finding]:
             Finding(
                 level=Level.WARNING,
                 subject="cores",
-                message=f"one core of {facts.cores}: there is nothing that modules could share",
+                message=f"one core of {facts.cores}: modules cannot run concurrently",
                 advice="allow the process more cores (taskset, the container's limits, OMP_NUM_THREADS)",
             )
         )
@@ -249,7 +247,7 @@ def _cores(facts: Facts) -> list[Finding]:
                 level=Level.NOTE,
                 subject="core mask",
                 message=f"the process may run on {facts.allowed_cores} of {facts.cores} cores",
-                advice="if that is not wanted, look at taskset, cpuset or the job's allocation",
+                advice="if this is not intended, check taskset, cpuset or the job's allocation",
             )
         )
     if facts.threads is not None and facts.threads < facts.allowed_cores:
@@ -258,7 +256,7 @@ def _cores(facts: Facts) -> list[Finding]:
                 level=Level.NOTE,
                 subject="threads",
                 message=f"torch uses {facts.threads} of {facts.allowed_cores} cores, and so does apollo",
-                advice="torch.set_num_threads or OMP_NUM_THREADS changes that",
+                advice="change it with torch.set_num_threads or OMP_NUM_THREADS",
             )
         )
     if facts.core_limit is not None and facts.core_limit < seen:
@@ -266,28 +264,28 @@ def _cores(facts: Facts) -> list[Finding]:
             Finding(
                 level=Level.WARNING,
                 subject="container",
-                message=f"the container grants time for {facts.core_limit:g} of {seen} cores that are seen: "
-                f"apollo uses {usable}, and torch's threads may stop in the midst of a step",
+                message=f"the container grants time for {facts.core_limit:g} of {seen} visible cores: apollo uses "
+                f"{usable}, and torch's threads may be throttled during a step",
                 advice="pin the container to whole cores (--cpuset-cpus) instead of limiting its time (--cpus)",
             )
         )
     return found
 
 
-def _openmp(facts: Facts) -> list[Finding]:
+def _openmp(facts: MachineFacts) -> list[Finding]:
     if facts.has_openmp is False:
         return [
             Finding(
                 level=Level.WARNING,
                 subject="OpenMP",
-                message="torch was built without it: a kernel uses one core whatever its lane has",
+                message="torch was built without it: every kernel uses one core only",
                 advice="install a build of torch with OpenMP",
             )
         ]
     return []
 
 
-def _profile(facts: Facts) -> list[Finding]:
+def _profile(facts: MachineFacts) -> list[Finding]:
     advice = "run 'apollo calibrate': it takes about a minute"
     where = str(facts.profile_path)
     match facts.profile:
@@ -299,36 +297,36 @@ def _profile(facts: Facts) -> list[Finding]:
             message = f"{where} is the packaged profile, scaled by a quick measurement"
             return [Finding(level=Level.NOTE, subject="device profile", message=message, advice=advice)]
         case ProfileState.MISSING:
-            message = "this machine was not measured yet: the packaged profile will be scaled"
+            message = "this machine is not measured yet: the packaged profile will be scaled"
             return [Finding(level=Level.NOTE, subject="device profile", message=message, advice=advice)]
         case ProfileState.STALE | ProfileState.DAMAGED:
             message = f"{where} is {facts.profile.value} ({facts.profile_detail})"
             return [Finding(level=Level.WARNING, subject="device profile", message=message, advice=advice)]
 
 
-def _cache(facts: Facts) -> Finding:
+def _cache(facts: MachineFacts) -> Finding:
     if facts.cache_problem is not None:
         return Finding(
             level=Level.WARNING,
             subject="cache",
             message=f"{facts.cache} cannot be written: {facts.cache_problem}",
-            advice="every process measures the machine anew; set XDG_CACHE_HOME, or 'device.cache'",
+            advice="set XDG_CACHE_HOME or 'device.cache'; until then every process measures the machine again",
         )
     return Finding(level=Level.OK, subject="cache", message=f"{facts.cache} can be written")
 
 
-def _ortools(facts: Facts) -> Finding:
+def _ortools(facts: MachineFacts) -> Finding:
     if facts.ortools is None:
         return Finding(
             level=Level.WARNING,
             subject="OR-Tools",
             message=f"plans come from heuristics, and bounds are weaker: cannot be imported: {facts.ortools_problem}",
-            advice="pip install ortools; where that conflicts with another package, apollo works without it",
+            advice="pip install ortools; if that conflicts with another package, apollo works without it",
         )
     return Finding(level=Level.OK, subject="OR-Tools", message=facts.ortools)
 
 
-def _cuda(facts: Facts) -> list[Finding]:
+def _cuda(facts: MachineFacts) -> list[Finding]:
     if _torch(facts).level is Level.ERROR:
         return []  # torch cannot be asked for devices
     if facts.cuda_devices:
@@ -337,8 +335,8 @@ def _cuda(facts: Facts) -> list[Finding]:
             Finding(
                 level=Level.NOTE,
                 subject="CUDA",
-                message=f"torch sees {names}; graphs on it run as torch.compile makes them, unless something is faster",
-                advice="with an error in what follows, set 'device.cuda_lanes' to False (APOLLO_CUDA_LANES=0)",
+                message=f"torch sees {names}; graphs on it run with torch.compile, unless another variant is faster",
+                advice="if an error follows, set 'device.cuda_lanes' to False (APOLLO_CUDA_LANES=0)",
             ),
             *facts.cuda_findings,
         ]
@@ -349,19 +347,19 @@ def _cuda(facts: Facts) -> list[Finding]:
 # ------------------------------------------------------------------------------------------------------------ looking
 
 
-def look(*, check_gpu_again: bool = False, try_cpu: bool = False) -> Facts:
+def look(*, check_gpu_again: bool = False, try_cpu: bool = False) -> MachineFacts:
     """Return the facts about this machine.
 
     Arguments:
-        check_gpu_again: try lanes on a GPU whatever verdict is kept.
-        try_cpu: compile a body for the CPU where there is a GPU, too. Nobody who trains on it waits for that otherwise:
-            with empty caches Inductor compiles and loads a program for each vector extension first.
+        check_gpu_again: repeat the self-check of a GPU even if a result is stored.
+        try_cpu: also compile a body for the CPU if there is a GPU. This may take a minute, since with empty caches
+            Inductor first compiles a program for each vector extension.
     """
     with Progress("doctor") as progress:
         return _look(progress, check_gpu_again=check_gpu_again, try_cpu=try_cpu)
 
 
-def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Facts:
+def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> MachineFacts:
     progress.at("importing torch")
     version, torch_problem = _import_torch()
     parsed = _version(version) if version else None
@@ -381,7 +379,7 @@ def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Facts:
             state, path, detail = _look_at_profile(config, _units(allowed, threads))
     cuda_devices = _cuda_devices() if is_usable else ()
     progress.at("checking lanes on the GPU" if cuda_devices else "looking at the machine")
-    facts = Facts(
+    facts = MachineFacts(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=version,
         torch_problem=torch_problem,
@@ -422,7 +420,7 @@ def _import_torch() -> tuple[str | None, str | None]:
         return None, _format(error)
     version = getattr(torch, "__version__", None)
     if version is None:
-        return None, "it has no version: another module of that name is in the way"
+        return None, "it has no version: another module of that name shadows it"
     return str(version), None if hasattr(torch, "compile") else "it has no torch.compile"
 
 
@@ -439,7 +437,7 @@ def _handles_problem() -> str | None:
         from apollo_compile.torch_bridge.handles import tensor_api
 
         tensor_api()
-    except Exception as error:  # whatever torch's private parts raise, it is a finding
+    except Exception as error:  # any error of torch's private parts is a finding
         return _format(error)
     return None
 
@@ -460,7 +458,7 @@ def _body_problem() -> str | None:
             (body,) = compile_bodies(
                 [("doctor", graph, fakes)], native=True, is_inference=True, is_backward=False, graph_id=0
             )
-    except Exception as error:  # whatever the compiler or torch's private parts raise, it is a finding
+    except Exception as error:  # any error of the compiler or of torch's private parts is a finding
         return _format(error)
     return None if body.keeps_python is None else body.keeps_python.reason
 
@@ -523,7 +521,7 @@ def _cuda_build() -> str | None:
 
 
 def _examine_cuda(config: Config | None, check_again: bool) -> tuple[Finding, ...]:
-    """Return the findings about the first GPU: by looking, and by the kept self-check, or a new one."""
+    """Return the findings about the first GPU, from an examination and from the stored or a new self-check."""
     import torch
 
     if not torch.cuda.is_available():
@@ -534,7 +532,7 @@ def _examine_cuda(config: Config | None, check_again: bool) -> tuple[Finding, ..
         found = examine_cuda()
         cache = None if config is None else config.device.cache
         if cache is None or any(finding.level is Level.ERROR for finding in found):
-            return found  # there are no lanes to try
+            return found  # there are no lanes to check
         from apollo_compile.device.gpu.gpu import TorchGpu
         from apollo_compile.device.gpu.self_check import check_gpu, describe
 
@@ -600,11 +598,11 @@ def _import_ortools() -> tuple[str | None, str | None]:
 
 
 def _protobufs() -> str:
-    """Return which protobuf OR-Tools asks for and which there is, for a message: the two often differ."""
+    """Return the protobuf that OR-Tools requires and the installed one, for a message: the two often differ."""
     with contextlib.suppress(metadata.PackageNotFoundError):
-        asked = [text for text in metadata.requires("ortools") or () if text.startswith("protobuf")]
-        if asked:
-            return f" (it asks for {asked[0]}, and {metadata.version('protobuf')} is installed)"
+        required = [text for text in metadata.requires("ortools") or () if text.startswith("protobuf")]
+        if required:
+            return f" (it requires {required[0]}, and {metadata.version('protobuf')} is installed)"
     return ""
 
 

@@ -7,8 +7,8 @@ A call of the model is traced, and every graph goes through the stages up to the
 
 Guarantees: a call of a module, or of its methods, changes neither its gradients, parameters and buffers, nor the
 inputs, nor random states. Buffers, attributes and inputs are copied for the duration of the call, parameters only if a
-graph writes to them. Not undone are: side effects of a plain function, of hooks on other objects, and writes to
-parameters by code that Dynamo does not compile.
+graph writes to them. Side effects of a plain function and of hooks on other objects, and writes to parameters by code
+that Dynamo does not compile, are not undone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def explain(
     batches: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> Report:
-    """Return how a call of `model` would be planned: forward and, where gradients are needed, backward.
+    """Return a report of the plans of a call of `model`: forward and, if gradients are needed, backward.
 
     Arguments:
         model: a module, compiled or not, or a function.
@@ -54,7 +54,7 @@ def explain(
         options: as for `torch.compile(..., options=...)`.
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
-        batches: batch sizes to compare with: inputs are repeated or truncated along their first dimension.
+        batches: batch sizes to compare with; inputs are repeated or truncated along their first dimension.
         progress: called with lines of text that describe the progress.
 
     Raises:
@@ -103,7 +103,7 @@ def _check_call(model: object, args: object, kwargs: object) -> None:
 
 
 def _state(dry_run: DryRun, name: str) -> State:
-    """Return whether the graphs of a Dynamo graph were planned, or why it falls back."""
+    """Return the state of a Dynamo graph: planned, or falls back with reasons."""
     if any(reason is None for _, reason in dry_run.graphs[name]):
         return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
     reasons = [reason for graph, reason in dry_run.fallbacks if graph == name]
@@ -122,8 +122,8 @@ def compare_batches(
 ) -> Report:
     """Return `report` with a row per batch size in `batches`.
 
-    The model is traced and planned for each of them. Measurements of one batch size do not apply to another, so these
-    rows rest on formulas alone.
+    The model is traced and planned for each batch size, with durations from formulas: measurements of one batch size do
+    not apply to another.
 
     Raises:
         TargetError: the inputs have no batch dimension.
@@ -155,7 +155,7 @@ def _match(graphs: Sequence[GraphSummary], traced: Sequence[Compilation]) -> Ite
     """Yield the index of each graph of a report with the plan of the traced graph for the same part of the model.
 
     Names differ between traces, and a report may contain only some graphs of a model, or several for other inputs. So
-    graphs are matched by role and modules, and equal ones by their order.
+    graphs are matched by role and modules; ties are matched in order.
     """
     modules = [{segment.module for segment in item.partition.graph.segments} for item in traced]
     num_used = [0] * len(traced)

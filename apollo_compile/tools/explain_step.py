@@ -33,16 +33,16 @@ def explain_step(
     units: Sequence[int] = (),
     profiles: Sequence[str] = (),
 ) -> Report:
-    """Return how a training step of `compile_step` would be planned, without training.
+    """Return a report of the plan of a training step of `compile_step`, without training.
 
     The model is traced on a copy that shares the memory of its parameters; neither the model nor the optimizer changes.
 
     Arguments:
-        model: the module that is to be trained, not compiled.
+        model: the module to train, not compiled.
         loss_fn: as for `compile_step`.
         batch: the batch of one step.
         optimizer: as for `compile_step`.
-        microbatches: into how many parts of equal size the batch is split.
+        microbatches: number of parts of equal size to split the batch into.
         clip_grad_norm: as for `compile_step`.
         split: as for `compile_step`.
         options: as for `torch.compile(..., options=...)`.
@@ -50,7 +50,7 @@ def explain_step(
         profiles: device profiles to compare with, paths or packaged names.
 
     Raises:
-        TargetError: `model` is no module, or cannot be copied; the batch cannot be split; as for `compile_step`.
+        TargetError: `model` is not a module or cannot be copied, or the batch cannot be split; see `compile_step`.
         ConfigError: an argument or an option has a wrong value.
         InfeasiblePlanError: no plan meets the memory quota.
     """

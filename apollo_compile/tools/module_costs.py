@@ -1,12 +1,12 @@
-"""What every module costs for samples of other sizes: `apollo_compile.module_costs`.
+"""Costs of modules as functions of the sizes of samples: `apollo_compile.module_costs`.
 
     module_costs(model, example_batch, sizes={"tokens": ("input_ids", 1)}) -> ModuleCosts
 
-A call of the model is traced with symbols for the sizes, forward and, where gradients are needed, backward. The graphs
-are cut into segments, and the cost model predicts these at powers of two times each size of the example; nothing is
-compiled. Segments keep the order and code that they have for the example, as in any graph with dynamic shapes.
+A call of the model is traced with symbols for the sizes, forward and, if gradients are needed, backward. The graphs are
+cut into segments, and the cost model predicts the segments at powers of two times each size of the example; nothing is
+compiled. The segments do not depend on the sizes.
 
-Guarantees: those of `explain.py` about the model and the inputs.
+Guarantees: the model and the inputs do not change, as in `explain.py`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ Place = tuple[str | int, int]
 """Name or position of an argument, and a dimension of it."""
 
 SPAN = 16
-"""Tables reach from the example's size over this number to the example's size times this number."""
+"""Range of a table: the example's size divided by this number, to the example's size times this number."""
 
 MAX_SIZES = 3
-"""With one size, a table has an entry per factor of two; with more, of four: there is one for each combination."""
+"""Limit of sizes. Tables have an entry per combination: per factor of two with one size, of four with more sizes."""
 
 
 def module_costs(
@@ -66,25 +66,25 @@ def module_costs(
     profile: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ModuleCosts:
-    """Return what every module of `model` costs per sample, as a function of the sample's sizes.
+    """Return the cost of every module of `model` per sample, as a function of the sample's sizes.
 
-    A cost is that of a call with the example's other dimensions, divided by `samples`. Gradients are included where the
-    call needs them, so call this outside of `torch.no_grad` for training.
+    A cost is the time of a call with the example's other dimensions, divided by `samples`. It includes the backward if
+    the call needs gradients, so call this outside of `torch.no_grad` for training.
 
     Arguments:
         model: a module on the CPU, or a function of tensors; compiled or not.
         example_batch: inputs of one call: a mapping by name, a tuple by position, or one tensor. Every size in it is at
             least 2, and different from all other dimensions of inputs that must not vary.
-        sizes: by name of a size, the argument and dimension where it stands. Dimensions of other inputs that have the
-            same number in the example are taken to be the same size. A size in dimension 0 counts all samples of the
-            batch together, one in another dimension is that of each.
-        modules: names of submodules to tell apart, such as `model.vision_tower`; None is the children of `model`.
-        samples: samples in the example batch.
+        sizes: by name of a size, an argument and its dimension with this size. Dimensions of other inputs with the same
+            number in the example are taken to be the same size. A size in dimension 0 is the total over all samples of
+            the batch; a size in another dimension is the size of each sample.
+        modules: names of submodules to distinguish, such as `model.vision_tower`; None is the children of `model`.
+        samples: number of samples in the example batch.
         profile: device to predict for, a path or a packaged name; None is this machine's CPU.
         options: as for `torch.compile(..., options=...)`.
 
     Raises:
-        TargetError: the model cannot be traced into one graph, or not with other sizes; the message says where.
+        TargetError: the model cannot be traced into one graph with these sizes; the message names the place.
         ConfigError: an option is unknown, or the profile cannot be read.
         LookupError: there is no submodule of a name.
     """
@@ -169,7 +169,7 @@ class _Graph:
 
 @dataclass(kw_only=True, slots=True)
 class _Traced:
-    """Takes the place of the backend: keeps what costs are computed from, and runs the graphs in eager."""
+    """A backend that keeps the graphs for the cost model, and runs them in eager."""
 
     config: Config
     dimensions: Mapping[str, _Dimension]
@@ -177,7 +177,7 @@ class _Traced:
     symbols: dict[str, int | torch.SymInt | None] = field(default_factory=dict)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Keep the graphs of the one Dynamo graph."""
+        """Keep the graphs of the only Dynamo graph."""
         self.symbols = {
             name: find_size(graph_module, each.tensor, each.dimension) for name, each in self.dimensions.items()
         }
@@ -198,7 +198,7 @@ class _Traced:
         piece, inputs = (graph_module, example_inputs) if aside is None else aside[:2]
         adopt_layouts(piece, inputs)
         capture = capture_graph(piece, name=str(role), role=role)
-        # Merging small pieces into neighbours would count them to other modules, and depend on the example's sizes.
+        # Merging small pieces would attribute them to other modules, and depend on the example's sizes.
         partition = partition_graph(capture, config=replace(self.config.partition, min_segment_share=0.0))
         self.graphs.append(_Graph(capture, read_formulas(piece, capture), partition))
         return run_as_traced(graph_module), None
@@ -225,11 +225,11 @@ def _trace(model: Callable[..., Any], call: Call, dimensions: Mapping[str, _Dime
         if problem is None or is_of_user(error):
             raise
         raise TargetError(
-            f"cannot tell what modules cost: the model is not one graph: {problem}; 'apollo explain' shows every graph "
-            "break"
+            f"cannot compute costs of modules: the model is not one graph: {problem}; 'apollo explain' shows every "
+            "graph break"
         ) from error
     finally:
-        used.clear()  # Dynamo keeps backends for ever; this frees the inputs and graphs
+        used.clear()  # Dynamo keeps backends forever; this frees the inputs and graphs
     if not traced.graphs:
         raise TargetError("Dynamo found nothing to compile: expected a call that runs operators of torch on its inputs")
     return traced
@@ -247,9 +247,9 @@ class _Tables:
     Arguments:
         traced: the graphs.
         profile: the device.
-        names: of the modules to tell apart.
-        scale: by size, what a sample's size is multiplied by to be the batch's.
-        samples: samples of the batch.
+        names: names of the modules to distinguish.
+        scale: by size, the factor from a sample's size to the batch's.
+        samples: number of samples of the batch.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class _Tables:
         return found
 
     def _is_idle_without(self, size: str, module: str) -> bool:
-        """Whether a module has arithmetic at the example's sizes, and none if `size` is 0."""
+        """Return whether a module has flops at the example's sizes, and none if `size` is 0."""
         if not self._predict(self._example)[1][module]:
             return False
         try:
@@ -306,7 +306,7 @@ class _Tables:
             return self._symbols_of(module) <= {self._expressions[size][0]}
 
     def _predict(self, sizes: Mapping[str, int]) -> tuple[Counter[str], Counter[str]]:
-        """Return nanoseconds and flops by module, of a batch of these sizes."""
+        """Return nanoseconds and flops by module, for a batch of these sizes."""
         key = tuple(sizes[name] for name in self._example)
         if key not in self._known:
             self._known[key] = self._compute(sizes)
@@ -332,26 +332,26 @@ class _Tables:
 
 
 def _nodes(value: int, num_sizes: int) -> list[int]:
-    """Return the sizes in a table: powers of two times `value`, or of four."""
+    """Return the sizes in a table: `value` times powers of two, or of four for several sizes."""
     ratio = 2 if num_sizes == 1 else 4
     factors = [ratio**power for power in range(1, SPAN) if ratio**power <= SPAN]
     return sorted({max(1, value // factor) for factor in factors} | {value} | {value * factor for factor in factors})
 
 
 def _linear(name: str, size: int | torch.SymInt | None) -> tuple[str, int, int]:
-    """Return the symbol of a size, and slope and offset that make the size of it.
+    """Return symbol, slope and offset, such that the size is slope * symbol + offset.
 
     Raises:
-        TargetError: the size is fixed, or follows from others.
+        TargetError: the size is fixed, or is computed from other sizes.
     """
     if size is None:
-        raise TargetError(f"size {name!r} is of an input that the model does not use: name another one")
+        raise TargetError(f"size {name!r} is a dimension of an input that the model does not use: name another input")
     formula = expression(size)
     symbols = sorted(formula.free_symbols, key=str)
     slope = sympy.diff(formula, symbols[0]) if len(symbols) == 1 else None
     if slope is None or not slope.is_Integer:
         raise TargetError(
-            f"costs cannot follow size {name!r}: the model's code makes it {formula}; give an example in which no "
-            "other dimension has the same number, and see what else fixes it, such as a table of positions"
+            f"costs cannot depend on size {name!r}: the model's code fixes it to {formula}; give an example in which "
+            "no other dimension has the same number, and check for code that fixes it, such as a table of positions"
         )
     return str(symbols[0]), int(slope), int(formula.subs(symbols[0], 0))

@@ -26,13 +26,13 @@ def report(
     units: Sequence[int] = (),
     profiles: Sequence[str] = (),
 ) -> Report:
-    """Return how a compiled model runs, with measurements of its last step; print it to read it.
+    """Return a report of a compiled model, with measurements of its last step; it prints as text.
 
     Arguments:
-        model: a module, a function or a method, the compiled or the original one. Graphs of a module are found by the
-            parameters and buffers that they read; those of a function, or of a module without any, by its code. For a
-            step of `compile_step`, its programs; the graphs of its model are those of the module. None reports all live
-            compiled models, as needed for FSDP2, where graphs read gathered copies of parameters.
+        model: a module, a function or a method, compiled or original. Graphs of a module are found by the parameters
+            and buffers that they read; graphs of a function, or of a module without parameters and buffers, by its
+            code. For a step of `compile_step`, its programs are reported. None reports all live compiled models, as
+            needed for FSDP2, where graphs read gathered copies of parameters.
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
 
@@ -60,7 +60,7 @@ def report(
 
 
 def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str]) -> Report:
-    """Return a report of the programs of a step; what only runs as a loop is a fallback."""
+    """Return a report of the programs of a step; batches that run as a loop are fallbacks."""
     programs = [
         Report(
             graphs=(_summarize_step(step, tuner, units, profiles),),
@@ -104,7 +104,7 @@ def _states_beside_programs(step: Step) -> list[State]:
 
 
 def status(model: Callable[..., Any] | None = None) -> str:
-    """Return in one line how far autotuning is, without making a report: the first line of `report`.
+    """Return the state of autotuning in one line, the first line of `report`, without making a report.
 
     It begins with `measuring`, `settled` or `falls back`, as in `measuring 3/12: plan 41.2 ms, Inductor 44.0 ms` and
     `settled: plan, 1.12x Inductor (1.08..1.15)`, with an interval of 90 % confidence. If nothing has been compiled yet,
@@ -127,14 +127,14 @@ def status(model: Callable[..., Any] | None = None) -> str:
 def _find(model: Callable[..., Any] | None, what: str) -> list[CompiledModel]:
     if model is not None and not callable(model):
         raise TargetError(
-            f"there is no {what} of a {type(model).__name__}: expected a module or a function that was compiled; "
-            f"{what}() without arguments tells of all that was compiled"
+            f"there is no {what} of a {type(model).__name__}: expected a compiled module or function; {what}() without "
+            "arguments covers everything that was compiled"
         )
     return compiled_models() if model is None else find_models(model)
 
 
 def _summarize(model: CompiledModel, units: Sequence[int], profiles: Sequence[str]) -> list[GraphSummary]:
-    """Return the summaries of a model's graphs, planned fallbacks included: forward before backward."""
+    """Return the summaries of a model's graphs, including planned fallbacks, forward before backward."""
     compare = functools.partial(what_if, config=model.config, units=units, profiles=profiles)
     graphs = [
         summarize(

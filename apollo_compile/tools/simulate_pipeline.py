@@ -1,4 +1,4 @@
-"""`apollo pipeline simulate`: the steps of a pipeline that a file describes."""
+"""`apollo pipeline simulate`: simulate the steps of a pipeline that a file describes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from apollo_compile.json_form import parse, to_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What the command shows."""
+    """Result of the command."""
 
     steps: PipelineSteps
-    """For pictures."""
+    """Steps, for the page and the trace."""
     text: str
     facts: dict[str, Any]
+    """Numbers, for JSON."""
 
 
 def simulate_file(path: Path) -> Simulation:
     """Return the simulation of the pipeline that a JSON file describes.
 
     Raises:
-        PipelinePlanError: the file describes no pipeline that can be filled.
+        PipelinePlanError: the file does not describe a pipeline that can be filled.
         OSError: it cannot be read.
     """
     try:
         case = read_case(parse(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise PipelinePlanError(f"{path} describes no pipeline: {error}") from error
+        raise PipelinePlanError(f"{path} does not describe a pipeline: {error}") from error
     steps = fill_case(case, path.stem)
     facts = {
         name: {

@@ -1,4 +1,4 @@
-"""The name of a command's target, which is checked before torch is imported.
+"""Names of targets of commands; they are checked before torch is imported.
 
 split_target("train.py:build") -> ("train.py", "build")
 """
@@ -15,7 +15,7 @@ def split_target(text: str) -> tuple[str, str]:
     """Return the file or module, and the function, that `text` names.
 
     Raises:
-        TargetError: it names no function; the message lists those of a file that exists.
+        TargetError: `text` names no function; the message lists the functions of a file that exists.
     """
     place, _, name = text.rpartition(":")
     if place and name.isidentifier():

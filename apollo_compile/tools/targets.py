@@ -1,6 +1,6 @@
 """The target of a command: a user's function that returns a model and its inputs.
 
-    load_target("train.py:build", {"batch": 8}) -> Target
+    load_target("train.py:build", {"batch": 8}) -> ModelCall
 
 The function returns `(model, inputs)`, where inputs are a tuple (positional), a dictionary (by name) or one tensor; or
 an object with `model`, `inputs` and, optionally, `loss`, a function of the model's output. Without it, the loss is the
@@ -26,8 +26,8 @@ from apollo_compile.tools.target_name import split_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """A model and one call of it."""
+class ModelCall:
+    """A model with the arguments of one call and its loss."""
 
     name: str
     model: Callable[..., Any]
@@ -37,7 +37,7 @@ class Target:
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """All inputs by name, as `apollo_compile.tools.bench` takes them.
+        """All inputs by name, for `apollo_compile.tools.bench`.
 
         Raises:
             TargetError: a positional input has no name.
@@ -48,14 +48,14 @@ class Target:
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
             if self.args:
                 raise TargetError(
-                    f"{self.name} gives its inputs by position, but {type(self.model).__name__}.forward does not name "
+                    f"{self.name} returns inputs by position, but {type(self.model).__name__}.forward does not name "
                     "them: return a dictionary of inputs"
                 )
             return self.kwargs
         return named
 
 
-def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> Target:
+def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> ModelCall:
     """Call the function named by `text`, `path/to/file.py:function` or `package.module:function`; return its target.
 
     Raises:
@@ -74,7 +74,7 @@ def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> Target
     return _read(text, built)
 
 
-def build(target: str, arguments: Mapping[str, Any] | None = None) -> Target:
+def build(target: str, arguments: Mapping[str, Any] | None = None) -> ModelCall:
     """Return a target by name; `apollo_compile.tools.bench` calls it in its child processes."""
     return load_target(target, arguments)
 
@@ -88,11 +88,11 @@ def _import(place: str) -> ModuleType:
             raise TargetError(f"there is no file {place}")
         folder = str(path.resolve().parent)
         if folder not in sys.path:
-            sys.path.insert(0, folder)  # as for a script: the file may import files beside it
+            sys.path.insert(0, folder)  # as for a script, which may import files of its directory
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)  # dataclasses of the file look themselves up there
+        sys.modules.setdefault(path.stem, module)  # dataclasses look up their module there
         spec.loader.exec_module(module)
     except TargetError:
         raise
@@ -101,7 +101,7 @@ def _import(place: str) -> ModuleType:
     return module
 
 
-def _read(name: str, built: Any) -> Target:
+def _read(name: str, built: Any) -> ModelCall:
     loss = getattr(built, "loss", None)
     if isinstance(built, tuple) and len(built) == 2:
         model, inputs = built
@@ -113,19 +113,19 @@ def _read(name: str, built: Any) -> Target:
             f"{name} returned {type(built).__name__}; expected (model, inputs), or an object with model and inputs"
         )
     if not callable(model):
-        raise TargetError(f"{name} returned {type(model).__name__} as the model; expected something to call")
+        raise TargetError(f"{name} returned {type(model).__name__} as the model; expected a callable")
     if isinstance(inputs, Mapping):
         args, kwargs = (), {str(key): value for key, value in inputs.items()}
     else:
         args, kwargs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
-    return Target(name=name, model=model, args=args, kwargs=kwargs, loss=loss if callable(loss) else default_loss)
+    return ModelCall(name=name, model=model, args=args, kwargs=kwargs, loss=loss if callable(loss) else default_loss)
 
 
 def default_loss(output: Any) -> torch.Tensor:
     """Return the output's own loss, or the sum of all floating-point numbers in it.
 
     Raises:
-        TargetError: there is neither.
+        TargetError: the output has neither.
     """
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
@@ -133,13 +133,13 @@ def default_loss(output: Any) -> torch.Tensor:
     sums = [tensor.float().sum() for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not sums:
         raise TargetError(
-            f"a {type(output).__name__} has no floating point tensor to make a loss of; return a loss too"
+            f"cannot make a loss of a {type(output).__name__} without floating-point tensors; return a loss too"
         )
     return torch.stack(sums).sum()
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`, inside mappings, tuples and lists as well."""
+    """Yield the tensors in `value`, including nested mappings, tuples and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

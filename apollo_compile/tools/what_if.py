@@ -2,8 +2,8 @@
 
     what_if(compilation, config, units=..., profiles=...) -> [WhatIf]
 
-Plans for other numbers of units, or another device profile, come from heuristics with a small time limit, for
-comparison only. They observe the memory quota; a device without a plan that meets the quota has no row.
+Plans for other numbers of units or device profiles come from heuristics with a small time limit. They keep the memory
+quota; a device without a plan that keeps it has no row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def what_if(
 
     Arguments:
         compilation: the graph, its device, and measurements on it.
-        config: its `plan` options apply.
+        config: configuration, of which the `plan` options apply.
         units: numbers of units of the same device.
         profiles: paths or packaged names.
 

@@ -210,7 +210,7 @@ def test_a_step_that_fails_on_one_rank_changes_no_plan(seen: Seen, step: int) ->
         ("order", "micro-batch 2 stops at 0F2, which needs EF2 of encoder 0, stage 0, segment 2"),
         ("stage under FSDP2", "is sharded by FSDP2, whose unsharding would not wait for encoders; shard the optimizer"),
         ("encoder under FSDP2", "encoder of images is sharded by FSDP2"),
-        ("durations", "has 3 segments and 1 durations in forward_ns; give one per segment, or none to have them mea"),
+        ("durations", "has 3 segments and 1 durations in forward_ns; give one per segment, or none to measure them"),
         ("schedule", "bubbles of a object cannot be filled; use one of Schedule1F1B"),
         ("inputs", "encoder_inputs has no 'images', it has []"),
         ("parts", "has 1 parts; expected one for each of 4 micro-batches"),

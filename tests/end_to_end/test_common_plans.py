@@ -207,7 +207,7 @@ def test_a_rank_that_cannot_run_the_plan_of_all_stops(text: str, reason: str, mo
     monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
     run = torch.compile(TwoTowers(), backend="apollo", options=LENIENT)
     for _ in range(2):
-        with pytest.raises(BackendCompilerFailed, match="cannot run what the other ranks run") as raised:
+        with pytest.raises(BackendCompilerFailed, match="cannot run the programs of the other ranks") as raised:
             run(*two_tower_inputs())
         assert reason in str(raised.value)
 

@@ -35,7 +35,6 @@ def check(problem: Problem, solution: Solution) -> None:
     chosen = solution.candidates[solution.chosen]
     assert (chosen.makespan, chosen.executed) == (solution.schedule.makespan, solution.execution.makespan)
     assert (solution.proof == "bound") == (solution.schedule.makespan == solution.bound)
-    assert solution.is_optimal == (solution.proof is not None)
 
 
 @pytest.mark.slow
@@ -58,7 +57,7 @@ def test_the_solution_of_a_tiny_problem_is_optimal(seed: int) -> None:
     solution = solve(problem, replace(QUICK, seed=seed))
     check(problem, solution)
     assert solution.schedule.makespan == find_optimum(problem)
-    assert solution.is_optimal  # so few tasks are proven with this little work
+    assert solution.proof is not None  # so few tasks are proven with this little work
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -207,8 +206,8 @@ def test_a_time_limit_ends_the_search_and_is_reported() -> None:
 @pytest.mark.parametrize(
     ("status", "says"),
     [
-        ("infeasible", "reports that there is no schedule, but one is known; it stays"),
-        ("feasible", "found nothing as short as the known"),
+        ("infeasible", "claims infeasibility, but a valid schedule is known; it is kept"),
+        ("feasible", "returned a longer schedule"),
         ("unknown", None),
         ("invalid", None),
     ],

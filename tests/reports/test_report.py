@@ -81,7 +81,7 @@ def test_what_runs_side_by_side_within_a_branch_is_told() -> None:
         (pair,) = [pair for pair in summary.pairs if pair.first == pair.second == "layers"]
         assert (pair.could_overlap_ns, pair.overlap_ns) == (225, 300 if run is RUN else 200)
         text = " ".join(describe(summary, Report(graphs=(summary,), fallbacks=())))
-        assert told in text and "Between modules there is next to nothing to overlap" in text
+        assert told in text and "Almost nothing can overlap between modules" in text
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -129,7 +129,7 @@ def test_json_is_read_back_as_the_same_report() -> None:
 )
 def test_what_is_no_report_is_refused(text: str) -> None:
     """With what was expected."""
-    with pytest.raises(ReportFileError, match=r"expected what Report\.to_json wrote"):
+    with pytest.raises(ReportFileError, match=r"written by Report\.to_json"):
         Report.from_json(text)
 
 
@@ -187,10 +187,10 @@ def test_a_first_call_is_no_measurement() -> None:
     """Text, page and JSON say that there will be one; a dry run has none to come."""
     cold = Report(graphs=(summarize(compilation(), NOTHING, is_cold=True),), fallbacks=())
     planned = Report(graphs=(summarize(compilation(), NOTHING),), fallbacks=())
-    assert "  not measured yet: the first call of a plan is cold, and left out" in str(cold).splitlines()
+    assert "  not measured yet: the first call of a plan is cold and does not count" in str(cold).splitlines()
     assert "<dt>Measured</dt><dd>not yet</dd>" in cold.to_html()
     assert json.loads(cold.to_json())["report"]["graphs"][0]["is_cold"] is True
-    assert "measured" not in str(planned) and "<dt>Measured" not in planned.to_html()
+    assert "not measured yet" not in str(planned) and "<dt>Measured" not in planned.to_html()
 
 
 def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
@@ -208,7 +208,7 @@ def test_a_disturbed_run_says_nothing_of_the_plan() -> None:
     apart = trace((0, 0, 10, 60), (1, 1, 70, 470), (2, 2, 480, 780), (3, 0, 800, 880), duration_ns=1000)
     made = summarize(compilation(), apart)
     text = " ".join(describe(made, Report(graphs=(made,), fallbacks=())))
-    assert "image and text are planned to overlap for 200 ns, and did for 0 ns in the last run: one run, which" in text
+    assert "image and text are planned to overlap for 200 ns, but overlapped for 0 ns in the last run, which" in text
     assert "the plan gains more elsewhere" not in text
     elsewhere = summarize(compilation("*AA*"), apart)
     assert "run one after the other" in " ".join(describe(elsewhere, Report(graphs=(elsewhere,), fallbacks=())))
@@ -221,7 +221,7 @@ def test_operators_without_a_formula_are_named() -> None:
     assert "Counted by their bytes" not in " ".join(describe(summarize(made, NOTHING), report))
     rough = replace(made, capture=replace(made.capture, without_formula=("aten._cdist_forward.default",)))
     text = " ".join(describe(summarize(rough, NOTHING), report))
-    assert "work is known by bytes alone: aten._cdist_forward.default." in text
+    assert "no formula but bytes: aten._cdist_forward.default." in text
 
 
 def test_a_run_that_took_longer_than_predicted_is_told_with_what_did() -> None:
@@ -230,7 +230,7 @@ def test_a_run_that_took_longer_than_predicted_is_told_with_what_did() -> None:
     graph = report.graphs[0]
     assert (graph.predicted.idle_ns, graph.latest.idle_ns) == (0, 470)
     text = " ".join(describe(graph, report))
-    assert "took 1.96x the predicted time, the largest part of it while no lane was at work (470 ns more)" in text
+    assert "took 1.96x the predicted time, the largest part of it while no lane was busy (470 ns more)" in text
     short = replace(graph, timelines=(*graph.timelines[:-1], replace(graph.latest, duration_ns=580)))
     text = " ".join(describe(short, report))
     assert "took 1.14x the predicted time, the largest part of it in text.layers (100 ns more)" in text
@@ -273,41 +273,42 @@ def test_comparisons_keep_the_memory_quota() -> None:
 def test_why_answers_in_three_sentences() -> None:
     """Where, why then, and what runs beside it; of a module, about the graph in which it takes most."""
     assert small().why("image.layers.0") == (
-        "image.layers.0 runs in test on lane 1, with 1 unit of 2 asked for, from 50 ns to 450 ns by plan. "
-        "It starts at 50 ns, when embed has ended, which it needs. "
-        "Beside it run text.layers.0, for 200 ns in all."
+        "image.layers.0 runs in test on lane 1, with 1 unit of 2 requested, planned from 50 ns to 450 ns. "
+        "It starts at 50 ns, when embed has ended, on which it depends. "
+        "Concurrent with it: text.layers.0, for 200 ns in total."
     )
     assert (
         small()
         .why("embed")
         .endswith(
-            "It starts at 0 ns, for it needs no other segment. Nothing runs beside it, for its lane has all 2 units."
+            "It starts at 0 ns, since it depends on no other segment. "
+            "Nothing runs concurrently, since its lane has all 2 units."
         )
     )
-    assert "It starts at 450 ns, when image.layers.0 has left the units of its lane." in small("*BB*").why("text")
+    assert "It starts at 450 ns, when image.layers.0 has released the units of its lane." in small("*BB*").why("text")
     report = workload_report("clip")
     where, then, beside = report.why("text_model").split(". ")
     assert re.fullmatch(
         r"text_model is \d+ segments in (clip_\w+), (clip_\w+) on lanes? [\d, ]+, planned for .* of work", where
     )
     assert then.startswith("In clip_backward it starts at ")
-    assert beside.startswith("Beside it run vision_model.") and " more, for " in beside
+    assert beside.startswith("Concurrent with it: vision_model.") and " more, for " in beside
     whole = Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), fallbacks=())
-    assert whole.why("embed").endswith("The graph does not run its plan now but Inductor: see the verdict.")
+    assert whole.why("embed").endswith("The graph now runs Inductor instead of its plan; see the verdict.")
 
 
 def test_why_in_full_names_times_needs_and_neighbours() -> None:
     """Of one segment, and of all segments of a module."""
     text = small().why("image.layers.0", verbose=True)
-    assert "lane 1, 1 unit granted, 2 units asked; planned from 50 ns to 450 ns" in text
+    assert "lane 1, 1 unit granted, 2 units requested; planned from 50 ns to 450 ns" in text
     assert "Alone it takes 400 ns on 1, 300 ns on 2" in text
-    assert "It needs embed, which ends at 50 ns." in text
-    assert "Beside it run text.layers.0." in text
+    assert "It depends on embed, which ends at 50 ns." in text
+    assert "Concurrent with it: text.layers.0." in text
     assert "With 2 units it would take 300 ns" in text
     report = workload_report("clip")
     assert report.why("text_model", verbose=True).count("granted") > 20
     whole = Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), fallbacks=())
-    assert "does not run its plan now but Inductor" in whole.why("embed", verbose=True)
+    assert "now runs Inductor instead of its plan" in whole.why("embed", verbose=True)
 
 
 def test_why_of_an_unknown_name_lists_similar_ones() -> None:
@@ -447,7 +448,7 @@ def test_what_a_plan_of_one_unit_says() -> None:
 @pytest.mark.parametrize(
     ("workload", "overlapped", "limited", "to_try", "gain"),
     [
-        ("clip", True, "No plan is under", "With 8 units", 1.05),
+        ("clip", True, "No plan takes less than", "With 8 units", 1.05),
         ("llava", False, "can be more than 1.0", "Lanes cannot help here. Try", 1.0),
         ("vit_control", False, "can be more than 1.0", "Lanes cannot help here. Try", 1.0),
     ],

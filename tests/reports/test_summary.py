@@ -212,7 +212,7 @@ def test_the_text_has_every_number() -> None:
     assert lines[1] == "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns (gap 314.6%)"
     assert lines[2] == "  no search"
     assert lines[3] == "  for default x2 (cpu, 2 units), profile default"
-    assert lines[4] == "  measured  1.0 us; two lanes or more at work 30% of the time; units busy 48%"
+    assert lines[4] == "  measured  1.0 us; two or more lanes busy 30% of the time; units busy 48%"
     assert lines[5] == (
         f"  {summary.num_waits} waits between lanes ({summary.num_waits_dropped} more implied); "
         f"planned peak between segments 7.0 KiB"
@@ -237,7 +237,7 @@ def test_lanes_show_their_memory_against_their_quota() -> None:
     assert [(lane.taken_bytes, lane.quota_bytes) for lane in on_sms.lanes] == [(None, 8192), (3072, 8192), (5120, 8192)]
     rows = {graph: str(Report(graphs=(graph,), fallbacks=())).splitlines() for graph in (on_cores, on_sms)}
     peak = format_bytes(made.memory.peak_bytes_by_lane[1]).split()
-    titles = "units    segments    predicted at work    measured    planned peak"
+    titles = "units    segments    predicted busy    measured    planned peak"
     assert [" ".join(row.split()) for row in rows[on_cores] if "planned peak" in row][1:] == [" ".join(titles.split())]
     lane_1 = ["lane", "1", "1", "1", "400", "ns", "400", "ns", *peak]
     assert lane_1 in [row.split() for row in rows[on_cores]]
@@ -276,7 +276,7 @@ def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
     text = str(report)
     assert text == render_text(report)
     blocks = text.split("\n\n")
-    assert blocks[-1] == "1/0 forward: runs in Inductor, whole\n  because x is on device cuda:0"
+    assert blocks[-1] == "1/0 forward: falls back to Inductor\n  because x is on device cuda:0"
     assert text.count("test: 4 segments") == 2
 
 
@@ -284,7 +284,7 @@ def test_a_report_of_nothing_says_what_to_do() -> None:
     """Before the first call, or for a model that was never compiled; on the page as well."""
     nothing = Report(graphs=(), fallbacks=())
     assert str(nothing).startswith("nothing compiled for this model has run yet: call the compiled model first")
-    assert "Without a model, report() is of all that was compiled" in str(nothing)
+    assert "Without a model, report() covers everything that was compiled" in str(nothing)
     assert "call the compiled model first" in nothing.to_html()
 
 
@@ -317,7 +317,7 @@ def test_a_report_shows_the_comparison_and_what_runs_instead_of_the_plan() -> No
     """Who was compared, by how much the others are slower, and in how many rounds."""
     summary = summarize(compilation(), NOTHING, variant=Variant.INDUCTOR)
     text = render_text(Report(graphs=(summary,), fallbacks=(), verdicts=(("0/0", VERDICT),)))
-    assert "does not run its plan now but Inductor" in text
+    assert "now runs Inductor instead of its plan" in text
     assert "0/0: chosen by measuring" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["Inductor", "2.00", "ms", "1.000", "5"] in rows

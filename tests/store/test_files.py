@@ -132,7 +132,7 @@ def test_content_ages(tmp_path: Path, age_s: float, state: FileState) -> None:
     aging.write("a", a_note(age_s))
     found = aging.read("a")
     assert found.state is state and (found.content is not None) == (state is FileState.CURRENT)
-    assert ("ago" in found.detail or "clock" in found.detail) == (state is FileState.STALE)
+    assert ("ago" in found.detail or "future" in found.detail) == (state is FileState.STALE)
     assert Store(tmp_path, NOTES).read("a").state is FileState.CURRENT
 
 

@@ -103,8 +103,11 @@ def _swap_starts(content: Any) -> None:
         (_break(lambda content: content["plan"].update(makespan_ns="soon")), "plan.makespan_ns is 'soon'"),
         (_break(lambda content: content["graph"].update(fingerprint="0")), "segments are not those of test"),
         (_break(lambda content: content["plan"]["lanes"].pop()), "is for lanes with .* units"),
-        (_break(lambda content: content["plan"]["assignments"].pop()), "does not give each of the 8 segments a lane"),
-        (_break(lambda content: content["plan"]["assignments"][0].update(lane=7)), "does not give each of the 8"),
+        (
+            _break(lambda content: content["plan"]["assignments"].pop()),
+            "does not assign each of the 8 segments to a lane",
+        ),
+        (_break(lambda content: content["plan"]["assignments"][0].update(lane=7)), "does not assign each of the 8"),
         (_break(_swap_starts), "before segment 0, which it depends on"),
     ],
 )

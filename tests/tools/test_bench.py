@@ -123,7 +123,7 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
 def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
     """A speed-up says little where nobody knows of what."""
     measurement = measured(Task(builder="x:y"), {"inductor": 100, "apollo": 100}, tmp_path)
-    (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("what ran")]
+    (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("selected variants")]
     assert line.endswith(": apollo: segments in turn, Inductor")
     assert [result["ran"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
 
@@ -173,7 +173,7 @@ def test_a_measurement_says_which_cpu_and_type_it_was_taken_on(tmp_path: Path) -
     """In the table and in the file: which libraries are fast depends on the vendor."""
     measurement = measured(Task(builder="x:y", dtype="bfloat16"), {"eager": 100}, tmp_path)
     assert to_json(measurement)["cpu"] == cpu_description()
-    assert f"taken in bfloat16 on {cpu_description()}" in format_measurement(measurement).splitlines()
+    assert f"measured in bfloat16 on {cpu_description()}" in format_measurement(measurement).splitlines()
 
 
 def test_the_best_mode_of_inductor_is_that_of_torch() -> None:

@@ -240,14 +240,14 @@ def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as stopped:
         main(["report", str(path), "--what-if", "batch=8", "--steps", "2"])
     assert stopped.value.code == 2
-    assert "shown as it is; --what-if, --steps would need file.py:function" in capsys.readouterr().err
+    assert "shown unchanged; use file.py:function instead of it with --what-if, --steps" in capsys.readouterr().err
     assert main(["report", str(path), "--why", "text_model", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["why"].startswith("text_model is ")
     assert main(["report", str(path), "--why", "text_model", "--verbose"]) == 0
     assert "granted" in capsys.readouterr().out
     (tmp_path / "other.json").write_text("{}")
     assert main(["report", str(tmp_path / "other.json")]) == 1
-    assert "this is no report" in capsys.readouterr().err
+    assert "not a report" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "absent.json")]) == 1
     assert capsys.readouterr().err.endswith("absent.json: No such file or directory\n")
     assert main(["report", "model.py"]) == 1
@@ -337,7 +337,7 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
     monkeypatch.setattr(turns, "measure", measure)
     arguments = ["--variants", "eager,apollo", "--set", "batch=2", "--inference", "--dtype", "bfloat16"]
     assert main(["bench", f"{model_file}:build", *arguments]) == 0
-    assert "taken in bfloat16 on a CPU" in capsys.readouterr().out
+    assert "measured in bfloat16 on a CPU" in capsys.readouterr().out
     ((task, names),) = asked
     assert (task.builder, task.mode, names) == ("apollo_compile.tools.targets:build", "inference", ["eager", "apollo"])
     assert task.dtype == "bfloat16"

@@ -22,11 +22,11 @@ from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.store.profiles import ProfileState
 from apollo_compile.tools import doctor
-from apollo_compile.tools.doctor import Facts, Finding, Level, diagnose, is_fit, look
+from apollo_compile.tools.doctor import Finding, Level, MachineFacts, diagnose, is_fit, look
 
 ROOT = Path(__file__).parents[2]
 
-FINE = Facts(
+FINE = MachineFacts(
     python="3.11.7 on Linux x86_64",
     torch="2.13.0+cpu",
     compiler="g++",
@@ -60,7 +60,7 @@ def _subjects(file: str) -> set[str]:
     return set(re.findall(r'subject ?= ?"([^"]+)"', code)) | set(re.findall(r'f"(lanes|nodes) \{name\}', code))
 
 
-def find(facts: Facts, subject: str) -> Finding:
+def find(facts: MachineFacts, subject: str) -> Finding:
     """Return the finding about a subject."""
     (found,) = [finding for finding in diagnose(facts) if finding.subject == subject]
     return found
@@ -95,7 +95,7 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"allowed_cores": 4, "threads": 4}, "core mask", "note", "4 of 8", "taskset"),
         ({"threads": 2}, "threads", "note", "uses 2 of 8 cores", "set_num_threads"),
         ({"core_limit": 2.5}, "cores", "ok", "2 of 8 are used", ""),
-        ({"core_limit": 1.5}, "container", "warning", "time for 1.5 of 8 cores", "--cpuset-cpus"),
+        ({"core_limit": 1.5}, "container", "warning", "time for 1.5 of 8 visible cores", "--cpuset-cpus"),
         ({"core_limit": 1.5}, "cores", "warning", "one core of 8", "more cores"),
         ({"core_limit": 0.5}, "container", "warning", "apollo uses 1,", "--cpuset-cpus"),
         ({"has_openmp": False}, "OpenMP", "warning", "without it", "OpenMP"),
@@ -226,7 +226,7 @@ def test_a_damaged_profile_and_a_core_mask_are_found(tmp_path: Path) -> None:
     [
         ("__version__ = '1.13.1'", "1.13.1 is too old"),
         ("raise OSError('libtorch.so: undefined symbol')", "cannot be imported: OSError: libtorch.so"),
-        ("", "another module of that name is in the way"),
+        ("", "another module of that name shadows it"),
         ("__version__ = '2.99.0'", "has no torch.compile"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkey
         ("APOLLO_DISABLE", "perhaps", "APOLLO_DISABLE"),
         ("APOLLO_LOG", "LOUD", "APOLLO_LOG has value 'LOUD'; choose one of"),
         ("APOLLO_PROFILE", absent, "cannot read device profile"),
-        ("APOLLO_PLAN", absent, "where nothing is"),
+        ("APOLLO_PLAN", absent, "which does not exist"),
         ("APOLLO_PROFILE", "h200", "is for a cuda device"),
     ):
         with monkeypatch.context() as patch:

@@ -90,8 +90,8 @@ class Doubler(nn.Module):
 @pytest.mark.parametrize(
     ("how", "inputs", "sizes", "message"),
     [
-        ("positions", (4, 6, 8), {"tokens": (0, 1)}, "costs cannot follow size 'tokens': the model's code makes it 6"),
-        ("break", (4, 6, 8), {"tokens": (0, 1)}, "cannot tell what modules cost: the model is not one graph"),
+        ("positions", (4, 6, 8), {"tokens": (0, 1)}, "costs cannot depend on size 'tokens': the model's code fixes it"),
+        ("break", (4, 6, 8), {"tokens": (0, 1)}, "cannot compute costs of modules: the model is not one graph"),
         ("", (4, 6, 8), {"tokens": ("y", 1)}, "size 'tokens' is dimension 1 of argument 'y', and the example has none"),
         ("", (4, 6, 8), {"tokens": (0, 3)}, "size 'tokens' is dimension 3 of argument 0"),
         ("", (6, 6, 8), {"a": (0, 0), "b": (0, 1)}, r"sizes are equal in the example \(a=6, b=6\)"),

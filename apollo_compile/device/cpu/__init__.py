@@ -1,14 +1,14 @@
-"""A CPU as a device: lanes are threads that are pinned to cores.
+"""The CPU target: lanes are threads that are pinned to cores.
 
 execute.py    Program + bodies -> Executable, and the lanes that all executables share
-calibrate.py  measures lanes of every size -> DeviceProfile: the procedure
+calibrate.py  the calibration procedure: lanes of every size -> DeviceProfile
 probes.py     microbenchmarks of torch kernels
 runtime.py    microbenchmarks of the runtime, and of kernels that only Inductor generates
 trials.py     programs of test bodies on lanes
 fit.py        measured times -> the rates of a profile
 discover.py   the profile of this machine: calibrated, or scaled by a quick measurement
-matmul_libraries.py  which matmuls oneDNN computes faster than BLAS
+matmul_libraries.py  selection of oneDNN or BLAS for each matmul
 machine.py    name, features and fingerprint of the CPU
-cores.py      which cores belong to this process, beside other local ranks; core topology
+cores.py      division of cores among local ranks; core topology
 cgroup.py     CPU time granted by control groups
 """

@@ -1,4 +1,4 @@
-"""Measure this machine: microbenchmarks -> DeviceProfile.
+"""Calibration: measure this machine with microbenchmarks, and fit a DeviceProfile.
 
     calibrate(units, progress=...) -> Calibration (the profile, and whether other processes disturbed the measurement)
 
@@ -10,13 +10,12 @@ runtime     Bodies compiled by Inductor, run by the native runtime as segments a
 kernels     Torch kernels that segments consist of, small to large: matmuls, attention, convolutions, loops over
             vectors that are in the cache (near) or not (far), scatters. A rate is fitted to the time that remains
             after fixed times and memory, so that the roofline reproduces the measured time.
-neighbours  The same runtime with one half of the units computing matmuls or copying memory, beside the other half
-            doing either.
+neighbours  The runtime with one half of the units computing matmuls or copying memory, while the other half does
+            either.
 
-On a shared machine the same code takes up to twice as long from one moment to the next. So each round measures
-everything once, instead of repeating one thing, and the median over the rounds counts, as predictions are about median
-steps. A round in which the process got less CPU time than its threads should have had was disturbed by another process;
-if many rounds are, the calibration says so.
+On a shared machine the same code may take twice as long from one moment to the next. So each round measures everything
+once, and the median over the rounds counts, as predictions are about median steps. A round is disturbed by another
+process if this process got less CPU time than its threads can use; `Calibration` has the share of such rounds.
 
 All OpenMP regions run on the calling thread: a second thread team permanently slows both down.
 
@@ -44,13 +43,13 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with the phase, the number of steps done, and the number of steps."""
 
 ROUNDS = 100
-"""Rounds, each of which measures everything once."""
+"""Number of rounds; each measures everything once."""
 
-_WITNESS_SIDE = 512
-"""Rows and columns of a matmul that uses every core for a while."""
+_CHECK_SIDE = 512
+"""Rows and columns of the matmul that checks for other processes; it uses every core."""
 
 _MOST_DISTURBED = 0.5
-"""Share of disturbed rounds above which a profile is not worth keeping."""
+"""Share of disturbed rounds above which a profile is not kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,7 @@ class Calibration:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether too many rounds were disturbed for the profile to be kept."""
+        """Whether too many rounds were disturbed to keep the profile."""
         return self.disturbed_share > _MOST_DISTURBED
 
 
@@ -71,7 +70,7 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
     """Measure this machine with `units` units, in less than two minutes; no other work should run.
 
     Arguments:
-        units: cores to use.
+        units: number of cores to use.
         rounds: number of rounds; with fewer than the default, a short disturbance affects the profile.
         progress: called before every step.
 
@@ -80,7 +79,7 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
     """
     if not 1 <= units <= most_units():
         raise ValueError(
-            f"cannot calibrate {units} units: choose 1 to {most_units()}, the cores that torch can use here"
+            f"cannot calibrate {units} units: choose 1 to {most_units()}, the number of cores that torch can use here"
         )
     keep_memory()
     threads = torch.get_num_threads()
@@ -110,7 +109,7 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
 
 
 def _unit_counts(units: int) -> list[int]:
-    """Return the numbers of units to measure: between them, rates are interpolated."""
+    """Return the numbers of units to measure; rates between them are interpolated."""
     return sorted({1, *(len(lane.units) for lane in useful_lanes(lane_catalogue(units), 2))})
 
 
@@ -127,7 +126,7 @@ class _Steps:
 
 def _cpu_share() -> float:
     """Return CPU time over wall time of large matmuls: the number of torch's threads, if all cores are free."""
-    values = torch.ones(_WITNESS_SIDE, _WITNESS_SIDE)
+    values = torch.ones(_CHECK_SIDE, _CHECK_SIDE)
     total = torch.mm(values, values)
     begin, cpu_begin = time.perf_counter_ns(), time.process_time_ns()
     for _ in range(2):

@@ -1,9 +1,9 @@
-"""CPU time that Linux grants to the process, by control groups as in containers and batch jobs.
+"""CPU time limits of control groups, as in containers and batch jobs.
 
     granted_cores() -> CPU time in cores, or None if there is no limit
 
-The limits of all parent groups count, too, and both versions of the interface may be present. A file that is missing or
-cannot be read means no limit.
+Limits of parent groups apply too, and both versions of the interface may be present. A file that is missing or cannot
+be read means no limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _granted() -> Iterator[float]:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the directories of the groups of this process and their parents; and whether they are of version 2."""
+    """Yield the directories of this process's groups and their parents, each with whether it is of version 2."""
     lines = ["0::/", f"1:{controller}:/"]  # a container sees its own group as the root
     with contextlib.suppress(OSError, UnicodeDecodeError):
         lines += _read(MEMBERSHIP).splitlines()

@@ -1,19 +1,17 @@
-"""Which cores belong to this process, if a launcher started several on the machine; and core topology.
+"""Division of a machine's cores among the ranks that a launcher started on it; core topology.
 
     divide_cores(allowed, launchers, rank, size) -> CoreShare
 
-Lanes are pinned, so without a division, lanes of several processes would be pinned to the same cores. A launcher tells
-every process its local rank and the number of local ranks (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`).
+Lanes are pinned, so without a division, lanes of several processes would be pinned to the same cores. A launcher sets
+the local rank and the number of local ranks of every process (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`).
 
 * A process whose core mask differs from its parent's was bound on purpose (numactl, `--cpu-bind`): it owns its mask.
 * Otherwise the ranks share one mask: each gets an equal, contiguous part of it, at least one core.
 
-Parts are contiguous, since cores with adjacent numbers mostly share a cache or a socket. The cores of other ranks come
-after the own ones, for users who ask for more with `device.units`.
+Parts are contiguous, since cores with adjacent numbers mostly share a cache or a socket. The cores of other ranks
+follow the rank's own cores, for users who request more with `device.units`.
 
-    core_topology(cores) -> one tuple per core
-
-tells which cores share a physical core, a cache or a socket: two threads of one core are worth less than two cores.
+    core_topology(cores) -> one tuple per core: the numbers of its physical core, last-level cache and socket
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class CoreShare:
     """The cores of one process."""
 
     order: tuple[int, ...]
-    """Every core that it may run on, its own ones first."""
+    """Every core that the process may run on, its own cores first."""
     num_own: int
     rank: int = 0
     """Local rank."""
@@ -69,29 +67,30 @@ def share_cores(allowed: Sequence[int]) -> CoreShare:
 
 
 def _launchers_cores() -> list[int] | None:
+    """Return the cores of the parent process; None if unknown."""
     try:
         return sorted(os.sched_getaffinity(os.getppid()))
-    except (AttributeError, OSError):  # another system, or the parent has gone
+    except (AttributeError, OSError):  # not Linux, or the parent has ended
         return None
 
 
 _SHARED = ("topology/core_cpus_list", "cache/index3/shared_cpu_list", "topology/physical_package_id")
-"""What cores may share: the physical core, the last-level cache, the socket."""
+"""Files of the parts that cores may share: the physical core, the last-level cache, the socket."""
 
 
 def core_topology(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> tuple[tuple[int, ...], ...]:
     """Return, for every core, the numbers of its physical core, last-level cache and socket.
 
-    Numbers are assigned in the order of `cores`, so equal topologies give equal results. A property that the system
-    does not tell counts as shared by all cores.
+    Numbers are assigned in the order of `cores`, so equal topologies give equal results. A part that the system does
+    not report counts as shared by all cores.
     """
-    told = [[_read(root / f"cpu{core}" / name) for core in cores] for name in _SHARED]
-    numbered = [[list(dict.fromkeys(texts)).index(text) for text in texts] for texts in told]
+    sharing = [[_read(root / f"cpu{core}" / name) for core in cores] for name in _SHARED]
+    numbered = [[list(dict.fromkeys(texts)).index(text) for text in texts] for texts in sharing]
     return tuple(zip(*numbered, strict=True))
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # another system, or one that hides it
+    except OSError:  # not Linux, or hidden by a sandbox
         return ""

@@ -1,14 +1,14 @@
-"""Find the profile of this machine: the calibrated one if it exists, else the packaged one scaled to it.
+"""Find the profile of this machine: the calibrated profile if it exists, else the packaged profile, scaled.
 
     discover_profile(units, cache_dir=...) -> DeviceProfile
 
 Without a calibrated profile, a quick measurement on one thread (a matmul and a vector addition, about 50 ms) scales the
-packaged profile, and the result is cached. It uses one thread, because a second OpenMP thread team beside the caller's
-slows every later parallel region. Another process on the core makes the device look slow, so a round counts as
-disturbed if the process got less CPU time than it should have had; a disturbed result is used, but not cached.
+packaged profile, and the result is cached. It uses one thread, because a second OpenMP thread team slows every later
+parallel region. Another process on the core makes the device look slow, so a round counts as
+disturbed if the thread got less CPU time than it could use; a disturbed result is used, but not cached.
 
-A file that is damaged, or was measured on another machine, is one WARNING that says what changed; the scaled default is
-used instead. If the directory cannot be written, every process measures once. torch is imported only to measure.
+For a file that is damaged, or was measured on another machine, one WARNING is logged, and the scaled default is used.
+If the directory cannot be written, every process measures once. torch is imported only to measure.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ LEAST_CPU_SHARE = 0.8
 """CPU time over wall time, per thread, below which another process occupied a core."""
 
 _MATMUL_SIZE = 256
-"""M, N and K of the matmul."""
+"""Rows, columns and inner dimension of the matmul."""
 
 _VECTOR_BYTES = 8 * 2**20
 _ROUNDS = 12
 
 
 def discover_profile(units: int, *, cache_dir: Path | None = None) -> DeviceProfile:
-    """Return the profile of this machine for `units` units, the same at every call in one process.
+    """Return the profile of this machine for `units` units; it does not change within a process.
 
     `cache_dir` is the directory of cached profiles; None caches in this process only.
     """
@@ -57,7 +57,7 @@ def _discover(units: int, cache_dir: Path | None) -> DeviceProfile:
         return found.profile
     profile, is_disturbed = _scale_default(units)
     if is_disturbed:
-        _logger.info("other processes kept this machine busy while it was measured; its device profile is not kept")
+        _logger.info("the measured device profile is not kept: other processes used the CPU during the measurement")
     elif found.is_replaceable:
         try:
             save_profile(profile, path, fingerprint=fingerprint)
@@ -72,8 +72,8 @@ def _discover(units: int, cache_dir: Path | None) -> DeviceProfile:
 def _scale_default(units: int) -> tuple[DeviceProfile, bool]:
     """Return the packaged profile scaled to this machine, and whether other processes disturbed its measurement."""
     default = default_profile(units)
-    # Torch's modes are per thread, and a compile runs under one that makes all tensors fake: a matmul of fake tensors
-    # takes a millisecond whatever its size. So a separate thread measures.
+    # Torch's modes are per thread, and a compile runs in a mode that makes all tensors fake. So a separate thread
+    # measures.
     with ThreadPoolExecutor(1) as thread:
         matmul_ns, addition_ns, is_disturbed = thread.submit(_measure_quickly).result()
     flops, num_bytes = 2 * _MATMUL_SIZE**3, 3 * _VECTOR_BYTES
@@ -100,7 +100,7 @@ def _measure_quickly() -> tuple[int, int, bool]:
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of this thread
+    torch.set_num_threads(1)
     with torch.no_grad():
         size = (_MATMUL_SIZE, _MATMUL_SIZE)
         left, right, out = (torch.ones(size, dtype=torch.float32, device="cpu") for _ in range(3))

@@ -3,8 +3,8 @@
     (Program, bodies) -> Executable;  Executable.run(inputs) -> outputs;  Executable.trace() -> Trace
 
 The lanes of a catalogue are threads of the process, started on first use and shared by all executables. Lane 0 has
-every unit and is the calling thread: it owns the OpenMP team that the rest of the user's program uses, too, and a
-second team would slow both down. The other lanes are pinned threads.
+every unit and is the calling thread, because it owns the OpenMP team of the user's program, and a second team would
+slow both down. The other lanes are pinned threads.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Executable:
         """Run once; `inputs` is emptied, so that lanes can free each tensor after its last reader.
 
         Raises:
-            Exception: whatever a body raised, with the name of its segment added as a note.
+            Exception: an error of a body, with the name of its segment added as a note.
             RuntimeClosedError: the process was forked from the one that owns the lanes.
         """
         if getattr(_thread_state, "is_in_body", False) or (self._mutates and torch.is_inference_mode_enabled()):
@@ -210,7 +210,7 @@ units."""
 
 
 def _forget_lanes() -> None:
-    """In a forked child, drop the lanes, whose threads stay with the parent, and the lock, which may be held."""
+    """Drop the lanes and the lock in a forked child: the threads stay with the parent, and the lock may be held."""
     global _lanes_lock, _is_forked
     _lanes_lock, _is_forked = threading.Lock(), True
     _lanes_by_key.clear()
@@ -235,7 +235,7 @@ def most_units() -> int:
 
 
 def core_share() -> CoreShare:
-    """Return the cores that this process may run on, those of this rank first."""
+    """Return the cores that this process may run on, the cores of this rank first."""
     return share_cores(_native.available_cores())
 
 
@@ -243,7 +243,7 @@ def core_share() -> CoreShare:
 def _warn_of_quota(units: int, granted: float) -> None:
     _logger.warning(
         "the process may run on %d cores, but its control group grants %.3g cores' worth of time: lanes use %d; "
-        "torch.set_num_threads does the same for the rest of the program",
+        "call torch.set_num_threads to limit the rest of the program too",
         units,
         granted,
         max(1, int(granted)),
@@ -251,17 +251,17 @@ def _warn_of_quota(units: int, granted: float) -> None:
 
 
 def keep_memory() -> bool:
-    """Keep freed memory in the process (glibc's mallopt); return whether the C library can."""
+    """Keep freed memory in the process (glibc's mallopt); return whether the C library supports it."""
     return _native.keep_memory()
 
 
 def trim_memory() -> None:
-    """Give free memory back to the system, such as that used by compiling or by other lanes."""
+    """Return free memory to the system, such as memory used by compiling or by other lanes."""
     _native.trim_memory()
 
 
 def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
-    """Return the lanes of a catalogue, and start them if they are not running.
+    """Return the lanes of a catalogue, after starting them if they are not running.
 
     Raises:
         RuntimeError: threads cannot be pinned.

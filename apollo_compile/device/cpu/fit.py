@@ -1,4 +1,4 @@
-"""Samples -> DeviceProfile: fit rates so that the roofline reproduces the measured times.
+"""Fit the rates of a DeviceProfile, so that the roofline reproduces the measured times.
 
 A rate is fitted to the time of a call that remains after fixed times and memory.
 """

@@ -2,7 +2,7 @@
 
 machine_fingerprint(units)  the fingerprint of measurements on this machine
 cpu_model()                 the name of the CPU
-cpu_description()           vendor, model, and the features that libraries choose kernels by
+cpu_description()           model, vendor, and the features by which libraries choose kernels
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ def machine_fingerprint(units: int) -> Fingerprint:
     return Fingerprint(device=cpu_model(), driver=None, torch=installed_torch(), cores=cores, units=units)
 
 
-def cpu_model(told: Path = CPU_FACTS) -> str:
-    """Return the name of the CPU, or of its architecture if the system does not tell."""
-    facts = _cpu_facts(told)
-    if "CPU part" in facts:  # ARM's have numbers instead; without them, results of one model would count for all
+def cpu_model(file: Path = CPU_FACTS) -> str:
+    """Return the name of the CPU, or of its architecture if the system does not report a name."""
+    facts = _cpu_facts(file)
+    if "CPU part" in facts:  # ARM CPUs have numbers instead of names
         return f"{platform.machine()} {facts.get('CPU implementer')}/{facts['CPU part']}"
     return facts.get("model name") or platform.processor() or platform.machine()
 
 
-def cpu_description(told: Path = CPU_FACTS) -> str:
-    """Return model and vendor of the CPU, and which of `CPU_FEATURES` it has: step times depend on all of them."""
-    facts = _cpu_facts(told)
+def cpu_description(file: Path = CPU_FACTS) -> str:
+    """Return model, vendor and `CPU_FEATURES` of the CPU, on which step times depend."""
+    facts = _cpu_facts(file)
     flags = (facts.get("flags") or facts.get("Features", "")).split()
     details = [facts.get("vendor_id", ""), *(feature for feature in CPU_FEATURES if feature in flags)]
-    return f"{cpu_model(told)} ({', '.join(filter(None, details))})" if any(details) else cpu_model(told)
+    return f"{cpu_model(file)} ({', '.join(filter(None, details))})" if any(details) else cpu_model(file)
 
 
-def _cpu_facts(told: Path) -> Mapping[str, str]:
-    """Return the fields of the first CPU that the system tells of, by name."""
+def _cpu_facts(file: Path) -> Mapping[str, str]:
+    """Return the fields of the first CPU in `file`, by name; empty if it cannot be read."""
     try:
-        first, _, _ = told.read_text().partition("\n\n")
+        first, _, _ = file.read_text().partition("\n\n")
     except OSError:
         return {}
     facts = (line.partition(":") for line in first.splitlines())

@@ -1,16 +1,16 @@
-"""Which library multiplies: oneDNN where it was measured to be faster on this CPU, BLAS else.
+"""Selection of the library for each matmul: oneDNN where it was measured to be faster on this CPU, else BLAS.
 
-    Libraries(directory).choose(cases) -> cases     those for oneDNN; each is measured once, then remembered
+    Libraries(directory).choose(cases) -> the cases for oneDNN; each is measured once, then remembered
 
 oneDNN has a longer call overhead than BLAS and a faster kernel: on an EPYC core with AVX-512, matmuls of 10 us in MKL
 took twice as long in oneDNN, and most matmuls of more than 1 ms in MKL took 5 to 20 % less. The crossover depends on
 the machine, the shape, the layout of both matrices and the number of cores, so each matmul is measured, on matrices of
-its shape. To a transposed left matrix, the measurement adds a copy within the caches: Note [transposed left] in
+its shape. For a transposed left matrix, the time of a copy within the caches is added: Note [transposed left] in
 `torch_bridge/onednn.py`.
 
-Note [C++ template]: Inductor's own GEMM (`max_autotune_gemm_backends="CPP"`) is not among the libraries. It is made for
-a right matrix that is packed once, at compile time; weights in training are inputs. Called on such matrices it took
-about twice as long as the better library at every measured shape (docs/planning.md, section 7).
+Note [C++ template]: Inductor's own GEMM (`max_autotune_gemm_backends="CPP"`) is not among the libraries. It needs a
+right matrix that is packed at compile time, but weights in training are inputs. On unpacked matrices it took about
+twice as long as the better library at every measured shape (docs/planning.md, section 7).
 
 Note [large matmuls]: the gain at a matmul of a millisecond holds for larger ones too. So the longest dimension of a
 large matmul is halved until it is below the limits, and many matmuls share one measurement.
@@ -43,10 +43,10 @@ LEAST_FLOPS = 2_000_000
 
 MOST_FLOPS = 200_000_000
 MOST_BYTES = 64 * 2**20
-"""Limits of a matmul that is measured; it stands for larger ones: Note [large matmuls]."""
+"""Limits of a matmul that is measured; larger matmuls use its result: Note [large matmuls]."""
 
 MARGIN = 0.02
-"""Share of BLAS' time that oneDNN must save."""
+"""Share of BLAS's time that oneDNN must save."""
 
 _MEASURE_NS = 20_000_000
 _LEAST_SAMPLES = 3
@@ -55,11 +55,11 @@ _FAR_BYTES = 8 * 2**20
 """Bytes that exceed the caches of one core."""
 
 _lock = threading.RLock()
-"""Held during a measurement: two at once would disturb each other."""
+"""Held during a measurement: concurrent measurements would disturb each other."""
 
 
 def _renew_lock() -> None:
-    """In a forked child: a thread of the parent may have held it."""
+    """Replace the lock in a forked child; a thread of the parent may have held it."""
     global _lock
     _lock = threading.RLock()
 
@@ -68,7 +68,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Libraries:
-    """Measures and remembers which library is faster for which matmuls."""
+    """Selects a library per matmul; measures each once and remembers the result."""
 
     def __init__(self, directory: Path | None) -> None:
         """Store measurements in `directory`, which need not exist yet; None keeps them in this process only."""
@@ -134,9 +134,9 @@ def _measure_gain(matmul: Matmul, cores: int) -> float | None:
             torch.set_num_threads(cores)
         blas, onednn = _typical_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
         if matmul.is_left_transposed:
-            onednn += _writing_time(matmul)
+            onednn += _copy_time(matmul)
     except RuntimeError as error:  # not every build of oneDNN supports every matmul
-        _logger.info("%s stays with BLAS: %s", matmul.name, error)
+        _logger.info("BLAS is used for %s: oneDNN could not be measured: %s", matmul.name, error)
         return None
     finally:
         if cores != threads:
@@ -160,8 +160,8 @@ def _calls(matmul: Matmul) -> list[Callable[[], object]]:
     ]
 
 
-def _writing_time(matmul: Matmul) -> float:
-    """Return about the nanoseconds that it takes to write the left matrix a second time while it is computed."""
+def _copy_time(matmul: Matmul) -> float:
+    """Return the approximate time in nanoseconds of writing the left matrix a second time."""
     left, again = _ones(matmul.rows, matmul.inner), _ones(matmul.rows, matmul.inner)
     (taken,) = _typical_times([[lambda: again.copy_(left)]])
     return taken
@@ -172,10 +172,10 @@ def _ones(*shape: int) -> torch.Tensor:
 
 
 def _typical_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
-    """Return the median nanoseconds of each call.
+    """Return the median time in nanoseconds of each call.
 
-    Calls alternate, because the speed of the machine changes over time. Copies alternate too, because in a step other
-    matrices are used before the same matmul runs again.
+    Calls alternate, because the speed of the machine changes over time. Copies alternate too, because a step uses other
+    matrices before the same matmul runs again.
     """
     for call in copies[0]:  # warm-up
         call()

@@ -1,9 +1,9 @@
-"""Microbenchmarks of torch kernels that segments consist of, small to large.
+"""Microbenchmarks of torch kernels of segments, small to large.
 
     make_probes() -> probes;  TimedProbe(probe, counts).time(round, units);  .sample() -> Sample
 
-Matmuls, attention, loops over vectors that are in the cache (near) or not (far), scatters. A short call is repeated
-within a round, a long one is measured in some rounds only.
+The kernels are matmuls, attention, loops over vectors that are in the cache (near) or not (far), and scatters. A short
+call is repeated within a round; a long call is measured in some rounds only.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import TypeAlias
 
 import torch
 
-from apollo_compile.ir import (
-    KernelKind,
-)
+from apollo_compile.ir import KernelKind
 
 Call: TypeAlias = Callable[[], object]
 
 _BATCH_NS = 300_000
-"""A call is repeated for about this long in a round."""
+"""Approximate time for which a call is repeated in a round."""
 
 _TURN_NS = 4_000_000
 """A longer call is measured in some rounds only."""
@@ -45,7 +43,7 @@ class Probe:
     is_parallel: bool = False
     """Whether `parallel_ns` is fitted to its time."""
     call: Call
-    """Does nothing if the kernel is a compiled body, which is timed elsewhere."""
+    """Runs the kernels; does nothing for a compiled body, which `runtime.py` times."""
 
     @property
     def bytes_moved(self) -> int:
@@ -83,7 +81,7 @@ def _near_probe(kib: int) -> Probe:
 
 
 def _far_probe(mib: int) -> Probe:
-    """Cycle through `mib` MiB of vectors, so that each call reads vectors that were not read recently."""
+    """Return a probe that cycles through `mib` MiB of vectors, so that each call reads vectors that are not cached."""
     count = 2**16  # torch uses one thread for shorter vectors
     pairs = itertools.cycle([(torch.ones(count), torch.ones(count)) for _ in range(mib * 2**20 // (8 * count))])
     total = torch.empty(count)
@@ -96,7 +94,7 @@ def _far_probe(mib: int) -> Probe:
 
 
 def _matmul_probe(size: int, dtype: torch.dtype) -> Probe:
-    """One matmul of a linear layer with bias, and one of its weight gradient."""
+    """Return a probe of a linear layer's matmul with bias, and of the matmul of its weight gradient."""
     values, weight, total = (torch.ones(size, size, dtype=dtype) for _ in range(3))
     bias, transposed, weight_transposed = torch.ones(size, dtype=dtype), values.t(), weight.t()
 
@@ -143,7 +141,7 @@ def _attention_probes(batch: int, heads: int, tokens: int, width: int) -> list[P
 
 
 def _scatter_probe(rows: int) -> Probe:
-    """Add rows of gradients to an embedding table."""
+    """Return a probe that adds rows of gradients to an embedding table."""
     table, gradient, indices = torch.zeros(1000, 64), torch.ones(rows, 64), torch.arange(rows) % 997
     return Probe(
         kind=KernelKind.SCATTER,
@@ -179,7 +177,7 @@ class TimedProbe:
             self._times[units].append(elapsed_ns / self._probe.kernels)
 
     def sample(self) -> Sample:
-        """Return the medians over all rounds."""
+        """Return the median times over all rounds."""
         times = {units: typical(found) for units, found in self._times.items()}
         return Sample(probe=self._probe, times=times)
 

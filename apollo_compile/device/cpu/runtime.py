@@ -1,9 +1,9 @@
-"""Microbenchmarks of the runtime, and of kernels that only Inductor generates: bodies, run as segments are.
+"""Microbenchmarks of the runtime, and of kernels that only Inductor generates.
 
     RuntimePrograms(units, counts).run();  .fixed_times() -> RuntimeTimes;  .samples(times) -> samples
 
-They measure the cost of calling a body, of each tensor, and of a kernel whose code is in no cache; the speed of fused
-loops and convolutions; the time of a hand-over between lanes; and how lanes slow each other down.
+Bodies run as segments do. They measure the cost of calling a body, of each tensor, and of a kernel whose code is in no
+cache; the speed of fused loops and convolutions; the time of a hand-over; and the interference between lanes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MEMORY_BYTES = 16 * 2**20
 """Size of a vector that fits into no cache near a core."""
 
 _EVICT_BYTES = 2**21
-"""Size of a vector that evicts most code from the caches near a core, as a step of a small model does."""
+"""Size of a vector that evicts as much code from the caches near a core as a step of a small model."""
 
 _LOOP_ELEMENTS = (2**13, 2**16)
-"""Sizes of the fused loops: one short enough for the start of a thread team to show, and a longer one."""
+"""Sizes of the fused loops: one in which the start of a thread team dominates, and a longer one."""
 
 _CONVOLUTIONS = ((4, 64, 64), (8, 128, 256))
 """Number of images, their side in pixels, and output channels."""
@@ -46,7 +46,7 @@ class _CompiledProbe:
 
 
 def _loop_probe(elements: int) -> _CompiledProbe:
-    """A loop with the arithmetic of GELU's gradient."""
+    """Return a probe of a loop with the arithmetic of GELU's gradient."""
 
     def loop(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         density = torch.exp(value * value * -0.5) * 0.3989
@@ -58,7 +58,7 @@ def _loop_probe(elements: int) -> _CompiledProbe:
 
 
 def _convolutions(images: int, side: int, channels: int) -> list[_CompiledProbe]:
-    """A convolution with 16 x 16 patches, and its weight gradient."""
+    """Return probes of a convolution with 16 x 16 patches, and of its weight gradient."""
     shape: tuple[Any, ...] = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
     backward = torch.ops.aten.convolution_backward.default
 
@@ -106,7 +106,7 @@ _LAUNCHED = ("small", "wide", "chain")
 """Bodies that the fixed times are computed from."""
 
 _NEIGHBOURS = ("arithmetic", "memory")
-"""Bodies that run beside each other."""
+"""Bodies that run concurrently."""
 
 _CHAIN = 8
 """Matmuls in the body with many kernels; each is followed by a loop."""
@@ -183,7 +183,7 @@ class RuntimePrograms:
                 self._beside[own, other] = TrialProgram(bodies, steps, halves, waits=Waits.FOR_FIRST)
 
     def run(self) -> None:
-        """Run all programs once, in a round."""
+        """Run all programs once."""
         for program in (self._launches, *self._kernels.values(), *self._alternating, *self._beside.values()):
             program.run()
 
@@ -227,7 +227,7 @@ class RuntimePrograms:
         return samples
 
     def _handover_ns(self) -> float:
-        """Return the longer hand-over of both kinds of lanes, since the planner has one number."""
+        """Return the longest hand-over between any kinds of lanes, since the planner has one number."""
         longest = 0.0
         for program in self._alternating:
             pairs = [pair for spans in program.runs for pair in zip(spans[::2], spans[1::2], strict=True)]
@@ -257,9 +257,9 @@ def _times_on(lane: int, spans: Sequence[Span]) -> list[int]:
 
 
 def _times_beside(spans: Sequence[Span]) -> list[int]:
-    """Return the times of the segments on lane 1 that ended while lane 2, if used, was still running.
+    """Return the durations of the segments on lane 1 that ended while lane 2, if used, was still running.
 
-    It is empty if another process occupied the core of one of the lanes.
+    The list is empty if another process occupied the core of one of the lanes.
     """
     last = max((span.end_ns for span in spans if span.lane == 2), default=None)
     return _times_on(1, [span for span in spans if last is None or span.end_ns <= last])

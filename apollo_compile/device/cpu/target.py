@@ -1,7 +1,4 @@
-"""A CPU as a target: lanes of pinned threads.
-
-CpuTarget(profile, config) -> Target
-"""
+"""The CPU as a target."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from apollo_compile.torch_bridge.onednn import Matmul
 
 
 class CpuTarget:
-    """The cores of this process."""
+    """Target of the cores of this process; lanes are pinned threads."""
 
     device = torch.device("cpu")
     has_spans = True
@@ -41,7 +38,7 @@ class CpuTarget:
 
     @property
     def keeps_profile(self) -> bool:
-        """Whether the next process plans with the same profile: one measured on a busy machine is not kept."""
+        """Whether the next process plans with the same profile; a profile measured on a busy machine is not kept."""
         device = self._config.device
         if device.profile is not None or device.cache is None:
             return device.profile is not None
@@ -92,7 +89,7 @@ class CpuTarget:
         """Do nothing: graphs share no memory."""
 
     def trim_memory(self) -> None:
-        """Give free memory back to the system, if `runtime.keep_memory` keeps it in the process."""
+        """Return free memory to the system, if `runtime.keep_memory` keeps it in the process."""
         if self._config.runtime.keep_memory:
             trim_memory()
 
@@ -101,7 +98,7 @@ class CpuTarget:
         return False
 
     def now_ns(self) -> int:
-        """Return the host's time."""
+        """Return the host's monotonic time in nanoseconds."""
         return time.perf_counter_ns()
 
     def circumstances(self) -> Sequence[object]:

@@ -1,8 +1,8 @@
-"""Programs of test bodies on lanes, for calibration: the native runtime runs them once a round.
+"""Programs of test bodies on lanes, for calibration.
 
     TrialProgram(bodies, steps, lanes).run();  .runs -> the spans of every run
 
-A step is a body on a lane. Steps of one lane run in order; `Waits` says what else a step waits for.
+A step is a body on a lane. Steps of one lane run in order; `Waits` adds waits for steps of other lanes.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class TrialBody:
 
 
 def lanes_of(units: int, first: int) -> tuple[Lane, ...]:
-    """Return a lane of all units, one of the `first` units, and one of the others; only the first if they are equal."""
+    """Return a lane of all units, a lane of the first `first` units, and a lane of the rest; only lane 0 if no rest."""
     ranges = [range(units), range(first), range(first, units)]
     chosen = [tuple(units) for units in ranges[: 1 if first == units else 3]]
     return tuple(Lane(id=LaneId(index), units=units) for index, units in enumerate(chosen))
 
 
 class Waits(Enum):
-    """What a step waits for, besides the previous step on its lane."""
+    """Steps that a step waits for, besides the previous step on its lane."""
 
     FOR_NOTHING = auto()
     FOR_FIRST = auto()
@@ -67,7 +67,7 @@ class Waits(Enum):
 
 
 class TrialProgram:
-    """A program of bodies on lanes. Steps on one lane run in order; if there is only one lane, it runs all."""
+    """A program of bodies on lanes. Steps on one lane run in order; if there is only one lane, it runs all steps."""
 
     def __init__(
         self,

@@ -1,28 +1,27 @@
-"""Assign the samples of a step to bins (a rank's micro-batches) so that every phase takes as long in every bin.
+"""Assign the samples of a step to bins (a rank's micro-batches) so that every phase takes equally long in every bin.
 
     assign_samples(costs_ns, num_bins) -> the bin of every sample
 
-A step has phases that each end in a collective: encoders, then the language model. So it takes the sum over the phases
-of the slowest bin, and to balance only the sum of a sample's costs is not enough. With `load[b, p]` the time of bin `b`
-in phase `p` and `mean[p]` its mean over the bins, we minimise
+A step has phases that each end in a collective: encoders, then the language model. So its time is the sum over phases
+of the slowest bin, and balancing the sum of a sample's costs is not enough. With `load[b, p]` the time of bin `b` in
+phase `p` and `mean[p]` its mean over the bins, we minimise
 
     sum_p mean[p] * sum_b (load[b, p] / mean[p]) ** 8
 
-which is near the slowest bin of each phase, weighs phases by their time, and changes in two bins only when a sample
-moves.
+which approximates the slowest bin of each phase, weighs phases by their time, and changes in only two bins when a
+sample moves.
 
-1. Greedy: by descending cost, each sample goes where the same sum with exponent 2 grows least. That pairs samples that
-   are heavy in different phases, and it is longest-first if there is one phase.
-2. Refine: take the bin that adds most to the sum, and make the best of all moves of one of its samples to another bin
-   and of all swaps with a sample of another bin; repeat while that helps. On 2 to 8 ranks with 8 samples each, going
-   on with the other bins gained less than 1 % more, and took several times as long.
+1. Greedy: by descending cost, each sample goes where the same sum with exponent 2 grows least. This pairs samples that
+   are heavy in different phases, and is longest-first if there is one phase.
+2. Refine: take the bin with the largest part of the sum, and make the best of all moves of one of its samples to
+   another bin and of all swaps with a sample of another bin; repeat while that helps. On 2 to 8 ranks with 8 samples
+   each, refining the other bins gained less than 1 % more, and took several times as long.
 
 This is vector scheduling, which is NP-hard; Chekuri and Khanna, "On multidimensional packing problems", SIAM J. Comput.
 33(4), 2004, https://doi.org/10.1137/S0097539799356265. All steps are independent, so many are computed at once.
 
-Guarantees: every bin has a sample. The result is a function of the arguments, the same on every machine: costs are
-integers, and floating point numbers only go through additions, multiplications and divisions of single elements, which
-IEEE 754 rounds in one way.
+Guarantees: every bin has a sample. The result does not depend on the machine: costs are integers, and floating-point
+numbers only go through additions, multiplications and divisions of single elements, whose rounding IEEE 754 defines.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ Integers: TypeAlias = NDArray[np.int64]
 Numbers: TypeAlias = NDArray[np.float64]
 
 CHUNK = 2**19
-"""Swaps that are computed at once: more take memory, fewer take longer."""
+"""Swaps that are computed at once: more need more memory, fewer take longer."""
 
 _NEXT_BY_SIZE = 2**20
 """Larger than any number of samples in a bin; its inverse breaks ties."""
 
 _LEAST_GAIN = 1e-4
-"""Least gain of a change, as a share of what the worst bin adds to the sum: many smaller ones would still not be
-noticed, and take most of the time."""
+"""Least gain of a change, as a share of the worst bin's part of the sum. Smaller changes take most of the time and gain
+next to nothing."""
 
 
 def assign_samples(costs_ns: Integers, num_bins: int, *, is_even: bool = False) -> Integers:
     """Return the bin of every sample of every step.
 
     Arguments:
-        costs_ns: (steps, samples, phases) nanoseconds, none negative.
-        num_bins: bins of a step; at most as many as samples.
+        costs_ns: (steps, samples, phases) nanoseconds, not negative.
+        num_bins: number of bins of a step, at most the number of samples.
         is_even: give every bin the same number of samples, or one more.
 
     Returns:
@@ -73,7 +72,7 @@ def assign_samples(costs_ns: Integers, num_bins: int, *, is_even: bool = False) 
 
 
 def _place(costs: Numbers, weights: Numbers, num_bins: int, *, is_even: bool) -> Integers:
-    """Return the greedy assignment; `costs` are in means of their phase, `weights` are (steps, phases)."""
+    """Return the greedy assignment; `costs` are divided by the mean of their phase, `weights` are (steps, phases)."""
     num_steps, num_samples, num_phases = costs.shape
     every = np.arange(num_steps)
     total = _sum_phases(costs * weights[:, None, :])
@@ -102,7 +101,7 @@ def _place(costs: Numbers, weights: Numbers, num_bins: int, *, is_even: bool) ->
 
 
 def _refine(costs: Numbers, weights: Numbers, bins: Integers, num_bins: int, *, is_even: bool) -> None:
-    """Improve `bins` in place until no change of the worst bin helps, or the rounds are over."""
+    """Improve `bins` in place until no change of the worst bin helps, or the limit of rounds is reached."""
     active = np.arange(len(costs))
     for _ in range(8 + 4 * num_bins):
         loads, counts = _loads_of(costs[active], bins[active], num_bins)
@@ -119,7 +118,7 @@ def _refine(costs: Numbers, weights: Numbers, bins: Integers, num_bins: int, *, 
 
 
 class _Changes(NamedTuple):
-    """The best change of one bin, by step: `sample` goes to bin `other`, and `partner`, if not -1, comes from there."""
+    """Best change of one bin, by step: `sample` moves to bin `other`, and `partner`, if not -1, moves back."""
 
     gain: Numbers
     sample: Integers
@@ -188,12 +187,12 @@ def _loads_of(costs: Numbers, bins: Integers, num_bins: int) -> tuple[Numbers, I
 
 
 def add_up(costs_ns: Integers, bins: Integers, num_bins: int) -> Integers:
-    """Return the (steps, bins, phases) nanoseconds that bins take.
+    """Return the (steps, bins, phases) nanoseconds of bins.
 
     Arguments:
         costs_ns: (steps, samples, phases) nanoseconds.
-        bins: (steps, samples), from `assign_samples`.
-        num_bins: bins of a step.
+        bins: (steps, samples) bins, from `assign_samples`.
+        num_bins: number of bins of a step.
     """
     loads = np.zeros((len(costs_ns), num_bins, costs_ns.shape[2]), dtype=np.int64)
     np.add.at(loads, (np.arange(len(costs_ns))[:, None], bins), costs_ns)
@@ -201,7 +200,7 @@ def add_up(costs_ns: Integers, bins: Integers, num_bins: int) -> Integers:
 
 
 def _eighth(value: Any) -> Any:
-    """Return the eighth power by multiplications alone: `power` may round differently on another machine."""
+    """Return the eighth power by multiplications only, since the rounding of `power` depends on the machine."""
     value = value * value
     value = value * value
     return value * value

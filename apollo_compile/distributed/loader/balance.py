@@ -21,16 +21,16 @@ from apollo_compile.units import format_ns
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Balance:
-    """What every rank takes in every phase, by predicted costs.
+    """Predicted time of every rank in every phase, before and after balancing.
 
-    A round is a micro-batch of a step: what runs between two collectives of all ranks is a phase of a round.
+    A round is a micro-batch of a step; its phases are separated by collectives of all ranks.
     """
 
     phases: tuple[str, ...]
     before_ns: Integers
     """(rounds, ranks, phases) nanoseconds, with samples dealt in turn, as by `DistributedSampler`."""
     after_ns: Integers
-    """The same with samples moved between ranks."""
+    """(rounds, ranks, phases) nanoseconds, with balanced samples."""
 
     def __str__(self) -> str:
         before, after = self.ratio(self.before_ns), self.ratio(self.after_ns)
@@ -44,7 +44,7 @@ class Balance:
 
     @staticmethod
     def ratio(loads_ns: Integers) -> float:
-        """Return the time of all rounds over what it would be if every phase took as long on every rank."""
+        """Return the time of all rounds over the time if every phase took equally long on every rank."""
         mean = loads_ns.sum() / loads_ns.shape[1]
         return float(step_ns(loads_ns).sum() / mean) if mean else 1.0
 
@@ -57,7 +57,7 @@ class Balance:
         Path(path).write_text(self.to_html(), encoding="utf-8")
 
     def to_trace(self) -> str:
-        """Return both as timelines in the trace-event format, which Perfetto and chrome://tracing open."""
+        """Return the rounds before and after in the trace-event format, which Perfetto and chrome://tracing open."""
         return json.dumps(render_trace(self))
 
     def save_trace(self, path: str | Path) -> None:
@@ -66,5 +66,5 @@ class Balance:
 
 
 def step_ns(loads_ns: Integers) -> Integers:
-    """Return the (rounds,) nanoseconds that rounds take: the slowest rank of each phase, one after the other."""
+    """Return the (rounds,) nanoseconds of rounds: the sum over phases of the slowest rank."""
     return np.asarray(loads_ns.max(axis=1).sum(axis=1))

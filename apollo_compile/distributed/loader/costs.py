@@ -1,20 +1,20 @@
-"""What a sample costs: seconds per module as a function of its sizes.
+"""Costs of samples: seconds per module as a function of a sample's sizes.
 
-    ModuleCosts                                what `apollo_compile.module_costs` returns
+    ModuleCosts                                the result of `apollo_compile.module_costs`
     costs.seconds(sizes) -> (samples, modules)
     costs.phases(sizes, encoders=[...]) -> (samples, 2)
     costs.corrected_by(report), costs.corrected({"vision": 1.2})
 
-A module has a table: its seconds at powers of two of each size that its work depends on. Between entries it is a
-polynomial of degree two in each size, through the three nearest ones. That is exact for matmuls (linear in the number
-of tokens) and attention (quadratic); only the rates of the device change slowly with sizes. Beyond the table the last
-polynomial goes on.
+A module has a table: its seconds at powers of two of each size that its work depends on. Between entries the cost is a
+polynomial of degree two in each size, through the three nearest entries. That is exact for matmuls (linear in the
+number of tokens) and attention (quadratic), apart from rates of the device, which change slowly with sizes. Beyond the
+table the last polynomial is used.
 
-A module that has no work at a size of 0, such as an image encoder for a sample without images, costs nothing there: it
-is not run.
+A module that has no work at a size of 0, such as an image encoder for a sample without images, costs nothing there.
 
 Tables are read by additions, multiplications and divisions of single elements, so that the same table gives the same
-costs on every machine. Ranks on machines with other profiles make other tables: `share_costs` (`ranks.py`). Torch-free.
+costs on every machine. Ranks with different device profiles must share one table: `share_costs` (`ranks.py`).
+Torch-free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Sizes: TypeAlias = Mapping[str, ArrayLike] | Sequence[Mapping[str, float]]
 """One array per size with an entry per sample, or one mapping per sample."""
 
 REST = ""
-"""Name of what belongs to no module that was named, such as the loss."""
+"""Name of the work outside all named modules, such as the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +54,11 @@ class ModuleTable:
     sizes: tuple[str, ...]
     """Sizes that its work depends on."""
     nodes: tuple[tuple[float, ...], ...]
-    """By size, the values in the table, ascending; at least three."""
+    """Values of every size in the table, ascending; at least three each."""
     seconds: tuple[float, ...]
-    """One per combination of nodes, the last size varying fastest."""
+    """Seconds per combination of nodes, the last size varying fastest."""
     needs: tuple[str, ...] = ()
-    """Sizes of which it has no work if they are 0."""
+    """Sizes at which it has no work if they are 0."""
     factor: float = 1.0
     """Measured over predicted time."""
 
@@ -72,12 +72,12 @@ class ModuleCosts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the modules; what belongs to none of them is "", the last."""
+        """Names of the modules; the last is "", the work outside all of them."""
         return tuple(table.name for table in self.modules)
 
     @property
     def digest(self) -> str:
-        """A hash of all tables and factors."""
+        """Hash of all tables and factors."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def seconds(self, sizes: Sizes) -> Numbers:
@@ -87,24 +87,24 @@ class ModuleCosts:
             sizes: an array per size, with an entry per sample; or one mapping per sample, from sizes to numbers.
 
         Raises:
-            SampleError: a sample lacks a size, or one is negative or not a finite number.
+            SampleError: a sample lacks a size, or a size is negative or not a finite number.
         """
         columns = _read_sizes(sizes, self.sizes)
         found = [_read_table(table, columns) * table.factor for table in self.modules]
         return np.stack(found, axis=1)
 
     def phases(self, sizes: Sizes, *, encoders: Iterable[str]) -> Numbers:
-        """Return the (samples, 2) seconds of the modules `encoders` together, and of all the others together.
+        """Return the (samples, 2) seconds of the modules `encoders` together, and of all other modules together.
 
         Raises:
-            SampleError: as `seconds`.
+            SampleError: a sample lacks a size, or a size is negative or not a finite number.
             LookupError: there is no module of a name.
         """
         wanted = tuple(encoders)
         self._check_names(wanted)
         seconds = self.seconds(sizes)
         phases = np.zeros((len(seconds), 2))
-        for column, name in enumerate(self.names):  # one after the other: a sum over an axis may round differently
+        for column, name in enumerate(self.names):  # in a fixed order: a sum over an axis may round differently
             phases[:, 0 if name in wanted else 1] += seconds[:, column]
         return phases
 
@@ -112,7 +112,7 @@ class ModuleCosts:
         """Return the costs with the predictions of some modules multiplied by measured over predicted time.
 
         Arguments:
-            factors: by name of a module; the other modules keep theirs.
+            factors: factors by name of a module; other modules keep their factors.
 
         Raises:
             LookupError: there is no module of a name.
@@ -128,13 +128,13 @@ class ModuleCosts:
         return replace(self, modules=tuple(modules))
 
     def corrected_by(self, report: ModelSummary) -> ModuleCosts:
-        """Return the costs corrected by what `apollo_compile.report(model)` says was measured.
+        """Return the costs corrected by the measurements of a report, `apollo_compile.report(model)`.
 
-        The factor of a module is the measured over the predicted time of its segments, forward and backward; that of a
-        module that was not measured is the factor of all the others together.
+        The factor of a module is the measured over the predicted time of its segments, forward and backward. A module
+        without measurements gets the factor of all other modules together.
 
         Raises:
-            ValueError: nothing in the report was measured.
+            ValueError: the report has no measurements.
         """
         measured, predicted = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 0)
         for graph in report.graphs:
@@ -144,14 +144,14 @@ class ModuleCosts:
                     measured[owner] += module.measured_ns
                     predicted[owner] += module.predicted_ns
         if not sum(predicted.values()):
-            raise ValueError("the report has no measured module: train some steps with backend='apollo' before it")
+            raise ValueError("the report has no measured module: train some steps with backend='apollo' first")
         overall = sum(measured.values()) / sum(predicted.values())
         return self.corrected(
             {name: measured[name] / predicted[name] if predicted[name] else overall for name in self.names}
         )
 
     def to_json(self) -> str:
-        """Return all tables as JSON text; `ModuleCosts.from_json` reads it."""
+        """Return all tables as JSON text, which `ModuleCosts.from_json` reads."""
         return json.dumps(to_json(self))
 
     @classmethod
@@ -159,7 +159,7 @@ class ModuleCosts:
         """Return the costs that `to_json` wrote.
 
         Raises:
-            ValueError: the text is something else.
+            ValueError: the text is not a `ModuleCosts`.
         """
         return from_json(cls, parse(text))
 
@@ -189,7 +189,7 @@ def to_nanoseconds(costs: ArrayLike, names: Sequence[Any] | None = None) -> NDAr
 
     Arguments:
         costs: (samples, phases) or (samples,) seconds.
-        names: of the samples in messages; None is their numbers.
+        names: names of the samples in messages; None is their numbers.
 
     Raises:
         SampleError: a cost is negative or not a finite number.
@@ -198,7 +198,7 @@ def to_nanoseconds(costs: ArrayLike, names: Sequence[Any] | None = None) -> NDAr
     try:
         seconds = np.asarray(costs, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"costs are no (samples, phases) array of seconds: {error}") from error
+        raise ValueError(f"costs are not a (samples, phases) array of seconds: {error}") from error
     if seconds.ndim == 1:
         seconds = seconds[:, None]
     if seconds.ndim != 2 or not seconds.shape[1]:
@@ -221,7 +221,8 @@ def _read_sizes(sizes: Sizes, names: Sequence[str]) -> dict[str, Numbers]:
     if len(set(lengths.values())) > 1:
         fewest = min(lengths, key=lambda name: lengths[name])
         raise SampleError(
-            f"sample {lengths[fewest]} has no size {fewest!r}: there are {lengths}; expected one of each per sample"
+            f"sample {lengths[fewest]} has no size {fewest!r}: there are {lengths} values; expected one per size and "
+            "sample"
         )
     return columns
 
@@ -261,7 +262,7 @@ def _read_table(table: ModuleTable, columns: Mapping[str, Numbers]) -> Numbers:
     num_samples = len(next(iter(columns.values()))) if columns else 0
     found = np.zeros(num_samples)
     values = np.array(table.seconds)
-    # (flat place in the table, weight) of every node that counts, one size after the other
+    # (index in the flat table, weight) of every node that is used, one size after the other
     terms: list[tuple[Any, Any]] = [(0, 1.0)]
     for name, nodes in zip(table.sizes, table.nodes, strict=True):
         first, weights = _lagrange(columns[name], np.array(nodes))

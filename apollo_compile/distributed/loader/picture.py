@@ -3,8 +3,8 @@
     render_html(balance) -> str
     render_trace(balance) -> {"traceEvents": [...], ...}
 
-Both show rounds one after the other: in a phase every rank works for its load, then waits for the slowest. On the page
-colours are phases and what is empty is waiting; the scale is the same before and after. In the trace, "in turn" and
+Both show rounds one after the other: in a phase every rank computes, then waits for the slowest rank. On the page,
+colours are phases and empty space is waiting; the scale is the same before and after. In the trace, "in turn" and
 "balanced" are processes, ranks are threads, phases and waits are complete events; see Note [traces for Perfetto] in
 `reports/render_trace.py`. Torch-free.
 """
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from apollo_compile.distributed.loader.balance import Balance
 
 SHOWN_ROUNDS = 8
-"""Rounds whose timeline is on the page; the trace has all."""
+"""Number of rounds with a timeline on the page; the trace has all rounds."""
 
 SHOWN_RANKS = 16
 
 _THREADS = 1_000_000
-"""More than there are ranks."""
+"""Thread ids per process; more than there are ranks."""
 
 
 class Slice(NamedTuple):
-    """A rank at work, or waiting."""
+    """Interval in which a rank computes or waits."""
 
     round: int
     rank: int
@@ -46,7 +46,7 @@ class Slice(NamedTuple):
 
 
 def lay_out(loads_ns: Integers) -> Iterator[Slice]:
-    """Yield what every rank does when: (rounds, ranks, phases) nanoseconds of work, one after the other."""
+    """Yield the slices of all ranks, from (rounds, ranks, phases) nanoseconds of work."""
     begin = 0
     num_rounds, num_ranks, num_phases = loads_ns.shape
     for number in range(num_rounds):
@@ -95,7 +95,7 @@ def _template() -> jinja2.Template:
 
 
 def _ratios(loads_ns: Integers) -> list[float]:
-    """Return the slowest rank over the mean, by round."""
+    """Return, by round, the time of the slowest ranks over the mean."""
     slowest, total = loads_ns.max(axis=1).sum(axis=1), loads_ns.sum(axis=(1, 2))
     return [
         float(worst * loads_ns.shape[1] / every) if every else 1.0 for worst, every in zip(slowest, total, strict=True)

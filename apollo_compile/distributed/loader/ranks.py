@@ -1,8 +1,8 @@
-"""What ranks tell each other: costs once, and tokens in every step.
+"""Exchange between ranks: costs once, and tokens in every step.
 
 share_costs(costs)                  the costs of the first rank
 weigh_loss(loss, tokens)            a mean loss, weighted so that the mean over ranks is the mean over tokens
-find_rank(num_replicas, rank)       number of ranks and rank, by default of the process group
+find_rank(num_replicas, rank)       number of ranks and rank, by default from the process group
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from apollo_compile.distributed.loader.costs import ModuleCosts
 
 
 def share_costs(costs: ModuleCosts | None, group: dist.ProcessGroup | None = None) -> ModuleCosts:
-    """Return the first rank's costs on every rank of a group; the others may have None.
+    """Return the first rank's costs on every rank of a group; other ranks may pass None.
 
-    Predictions depend on the machine, and ranks that assign samples by other costs use some twice and some never. All
-    ranks call this, once.
+    Predictions depend on the machine, and ranks with different costs would use some samples twice and others never. All
+    ranks must call this, once.
 
     Raises:
-        ValueError: the first rank has none; the error is raised on all ranks.
+        ValueError: the first rank has no costs; the error is raised on all ranks.
     """
     texts = [None if costs is None else costs.to_json()]
     dist.broadcast_object_list(texts, group=group, group_src=0)
     if texts[0] is None:
-        raise ValueError("the first rank shares no costs: call module_costs at least there")
+        raise ValueError("the first rank has no costs to share: call module_costs on this rank")
     return ModuleCosts.from_json(texts[0])
 
 
@@ -34,14 +34,14 @@ def weigh_loss(
 ) -> torch.Tensor:
     """Return the mean loss of a micro-batch times its share of the step's tokens times the number of ranks.
 
-    DDP and FSDP average gradients over ranks, which counts the tokens of a short micro-batch more than those of a long
-    one. With the weight, gradients that are added up over the micro-batches of a step and averaged over the ranks are
-    those of the mean over all tokens of the step. Without a process group the weight is `tokens` / `total`.
+    DDP and FSDP average gradients over ranks, which gives tokens of a short micro-batch a larger weight. With this
+    loss, gradients that are summed over the micro-batches of a step and averaged over ranks are those of the mean over
+    all tokens of the step. Without a process group the weight is `tokens` / `total`.
 
     Arguments:
         loss: mean over `tokens`, a scalar.
-        tokens: that the loss is a mean over: labels that are not ignored, or samples.
-        total: tokens of the step, over all its micro-batches and ranks. None adds up `tokens` over the ranks, by an
+        tokens: number of tokens that the loss is a mean over: labels that are not ignored, or samples.
+        total: tokens of the step, over all its micro-batches and ranks. None sums `tokens` over the ranks, by an
             all-reduce of one number: that is the total if a step has one micro-batch, and every rank must call this.
         group: the ranks that gradients are averaged over.
 
@@ -58,19 +58,19 @@ def weigh_loss(
     if tokens < 0 or total < max(tokens, 1):
         raise ValueError(f"a micro-batch has {tokens} of the step's {total} tokens: expected 0 to all of at least one")
     if not tokens:
-        return torch.where(torch.isfinite(loss), loss, 0.0) * 0.0  # the mean over nothing is NaN
+        return torch.where(torch.isfinite(loss), loss, 0.0) * 0.0  # the mean over no tokens is NaN
     return loss * (tokens * num_ranks / total)
 
 
 def find_rank(num_ranks: int | None, rank: int | None) -> tuple[int, int]:
-    """Return number of ranks and rank, from the default process group where they are None.
+    """Return number of ranks and rank, from the default process group if they are None.
 
     Raises:
-        ValueError: there is no process group to ask, or the rank is not below the number.
+        ValueError: there is no process group, or the rank is not below the number of ranks.
     """
     if num_ranks is None or rank is None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("num_replicas and rank are unknown: give both, or call init_process_group before")
+            raise ValueError("num_replicas and rank are unknown: pass both, or call init_process_group first")
         num_ranks = dist.get_world_size() if num_ranks is None else num_ranks
         rank = dist.get_rank() if rank is None else rank
     if not 0 <= rank < num_ranks:

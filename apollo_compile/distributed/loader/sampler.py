@@ -1,10 +1,10 @@
-"""A batch sampler that gives every rank the same time, for data sets whose sizes are known.
+"""A batch sampler that balances ranks, for data sets whose sizes are known.
 
     BalancedBatchSampler(costs, batch_size=8)
 
 The samples of an optimizer step are those that `torch.utils.data.DistributedSampler` with the same seed would give all
-ranks together in that step; only which rank and micro-batch gets which sample differs (`shares.py`). Every rank
-computes the same from the same costs and seed, so nobody talks.
+ranks together in that step; only their ranks and micro-batches differ (`shares.py`). Every rank computes the same
+assignment from the same costs and seed, without communication.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from apollo_compile.distributed.loader.ranks import find_rank
 from apollo_compile.distributed.loader.shares import Layout, samples_of_steps, share_in_turn, share_out
 
 _CHUNK = 2**14
-"""Samples that are shared out at once, when the ones before are used up."""
+"""Number of samples that are assigned at once."""
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -35,23 +35,23 @@ class BalancedBatchSampler(Sampler[list[int]]):
     Micro-batches have different numbers of samples, so their mean losses must be weighted: `weigh_loss`.
 
     Arguments:
-        costs: (samples, phases) seconds that each sample takes in each phase of a step, as from `ModuleCosts.phases`; a
-            plain list is one phase. The same on every rank.
-        batch_size: samples of a micro-batch, on average.
-        micro_batches: of an optimizer step, on each rank.
-        num_replicas: ranks; by default those of the process group.
-        rank: this rank; by default that in the process group.
-        group_size: ranks among which samples may move, such as those of one node; None is all. Ranks of a group are
-            consecutive.
+        costs: (samples, phases) seconds of each sample in each phase of a step, as from `ModuleCosts.phases`; a plain
+            list is one phase. They must be equal on every rank.
+        batch_size: mean number of samples of a micro-batch.
+        micro_batches: number of micro-batches of an optimizer step on each rank.
+        num_replicas: number of ranks; by default, of the process group.
+        rank: this rank; by default, in the process group.
+        group_size: number of ranks among which samples may move, such as those of one node; None is all. Ranks of a
+            group are consecutive.
         even_counts: give all micro-batches of a step the same number of samples, or one more.
-        shuffle: whether the order is random, another one in every epoch.
-        seed: of the order; the same on every rank.
-        drop_last: leave out the samples that fill no whole step. Otherwise the last step has fewer; if they are fewer
-            than micro-batches, the first samples of the epoch are used again, as `DistributedSampler` does.
+        shuffle: whether the order is random and different in every epoch.
+        seed: seed of the order; it must be equal on every rank.
+        drop_last: drop the samples that do not fill a whole step. Otherwise the last step has fewer samples; if they
+            are fewer than micro-batches, the first samples of the epoch are repeated, as in `DistributedSampler`.
 
     Raises:
         SampleError: a cost is negative or not a finite number.
-        ValueError: numbers do not fit together.
+        ValueError: a number is below 1, `group_size` does not divide the ranks, or there is no whole step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         if not self.num_steps:
             raise ValueError(
-                f"there are {len(self._costs_ns)} samples, and a step takes {self.layout.step_size}: expected enough "
+                f"there are {len(self._costs_ns)} samples, but a step needs {self.layout.step_size}: expected enough "
                 "for one step"
             )
         self.epoch = 0
@@ -89,12 +89,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of an epoch."""
+        """Number of optimizer steps of an epoch."""
         full, rest = divmod(len(self._costs_ns), self.layout.step_size)
         return full + (1 if rest and not self.drop_last else 0)
 
     def __len__(self) -> int:
-        """Return the micro-batches of this rank in an epoch."""
+        """Return the number of micro-batches of this rank in an epoch."""
         return self.num_steps * self.layout.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -105,7 +105,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         first, num_given = divmod(self._position, self.layout.micro_batches)
         for batches in self._own_steps(order, first):
             for batch in batches[num_given:]:
-                self._position += 1  # before the batch is out: a state counts it as given
+                self._position += 1  # before the yield, so that `state_dict` counts the batch
                 yield batch
             num_given = 0
 
@@ -122,18 +122,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     yield [row[slot == number].tolist() for number in own]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which changes the order if `shuffle` is on; the same on every rank."""
+        """Set the epoch, which changes the order if `shuffle` is set; it must be equal on every rank."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank is: the epoch, and how many micro-batches of it were given."""
+        """Return the position of this rank: the epoch, and the number of its micro-batches that were yielded."""
         return {"epoch": self.epoch, "position": self._position, "digest": self.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called: the next iteration begins with the micro-batch after it.
+        """Resume from a state: the next iteration begins with the micro-batch after it.
 
         Raises:
-            ValueError: the state is of other costs or settings, with which other batches would follow.
+            ValueError: the state has other costs or settings, with which other batches would follow.
         """
         if state["digest"] != self.digest:
             raise ValueError(
@@ -145,16 +145,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @property
     def digest(self) -> str:
-        """A hash of costs and settings without the rank: ranks with different ones choose samples twice, or never."""
+        """Hash of costs and settings without the rank; it must be equal on all ranks."""
         settings = (*astuple(self.layout), self.shuffle, self.seed, self.drop_last, self._costs_ns.shape)
         return hashlib.sha256(repr(settings).encode() + self._costs_ns.tobytes()).hexdigest()[:16]
 
     def balance(self, steps: int = 32, *, phases: Sequence[str] | None = None) -> Balance:
-        """Return what all ranks take in the first steps of this epoch, and with samples dealt in turn.
+        """Return the loads of all ranks in the first steps of this epoch, balanced and with samples dealt in turn.
 
         Arguments:
-            steps: optimizer steps.
-            phases: names for the columns of the costs.
+            steps: number of optimizer steps.
+            phases: names of the columns of the costs.
         """
         layout, order = self.layout, self._order()
         before: list[Integers] = []

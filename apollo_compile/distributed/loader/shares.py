@@ -1,4 +1,4 @@
-"""Which rank and micro-batch of a step gets which sample.
+"""Assignment of the samples of a step to ranks and micro-batches.
 
     samples_of_steps(order, layout, ...)    the samples of steps, by group of ranks
     share_out(costs_ns, layout)             their slots, balanced
@@ -6,9 +6,9 @@
 
 A slot is a micro-batch of a rank: number of the micro-batch times ranks of the group, plus the rank's place in it.
 
-Micro-batches with the same number run at the same time on all ranks of a group, and under FSDP each has collectives of
-its own. So bins are sorted by their load and the heaviest go into the first micro-batch, one to each rank, and so on;
-every other one in reverse, so that ranks take the same over the whole step, too. Torch-free.
+Micro-batches with the same number run at the same time on all ranks of a group, and with FSDP each has collectives. So
+bins are sorted by load and the heaviest go into the first micro-batch, one to each rank, and so on. Every other
+micro-batch is in reverse order, which balances ranks over the whole step. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from apollo_compile.distributed.loader.assign import Integers, add_up, assign_sa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How the samples of a step may be shared out."""
+    """Numbers of ranks, micro-batches and samples of a step.
+
+    Raises:
+        ValueError: a number is below 1, or `group_size` does not divide `num_ranks`.
+    """
 
     batch_size: int
-    """Samples of a micro-batch, on average."""
+    """Mean number of samples of a micro-batch."""
     micro_batches: int
     num_ranks: int
     group_size: int
-    """Ranks among which samples move; a divisor of `num_ranks`."""
+    """Number of ranks among which samples move; a divisor of `num_ranks`."""
     even_counts: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit together."""
+        """Check the numbers."""
         for name in ("batch_size", "micro_batches", "num_ranks", "group_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected at least 1")
@@ -43,25 +47,25 @@ class Layout:
 
     @property
     def step_size(self) -> int:
-        """Samples of an optimizer step, over all ranks."""
+        """Number of samples of an optimizer step, over all ranks."""
         return self.batch_size * self.micro_batches * self.num_ranks
 
     @property
     def num_slots(self) -> int:
-        """Micro-batches of a step, over the ranks of a group."""
+        """Number of micro-batches of a step, over the ranks of a group."""
         return self.micro_batches * self.group_size
 
     @property
     def num_groups(self) -> int:
-        """Groups of ranks."""
+        """Number of groups of ranks."""
         return self.num_ranks // self.group_size
 
 
 def samples_of_steps(order: Integers, layout: Layout, first: int, last: int, group: int) -> Iterator[Integers]:
-    """Yield the samples that one group has in steps `first` to `last` - 1, as (steps, samples) arrays.
+    """Yield the samples of one group in steps `first` to `last` - 1, as (steps, samples) arrays.
 
-    Only the last step of an epoch may have fewer samples, and then it comes alone. If it has fewer than there are
-    micro-batches, it begins the epoch again to have one for each.
+    Only the last step of an epoch may have fewer samples; it is a separate array. If it has fewer samples than
+    micro-batches, the first samples of the epoch are repeated.
     """
     size, ranks = layout.step_size, layout.num_ranks
     columns = slice(group * layout.group_size, (group + 1) * layout.group_size)
@@ -83,7 +87,7 @@ def share_out(costs_ns: Integers, layout: Layout) -> Integers:
 
     Arguments:
         costs_ns: (steps, samples, phases) nanoseconds.
-        layout: of the step; a group has at least one sample per slot.
+        layout: layout of the step; a group has at least one sample per slot.
     """
     bins = assign_samples(costs_ns, layout.num_slots, is_even=layout.even_counts)
     total = add_up(costs_ns, bins, layout.num_slots).sum(axis=2)

@@ -1,10 +1,10 @@
-"""A batch sampler that gives every rank the same time, for streams, whose sizes are known only when a sample comes.
+"""A batch sampler that balances ranks, for streams, in which the size of a sample is known only when it is read.
 
     BalancedStreamSampler(stream, batch_size=8)
 
-Every rank reads its own stream of keys with costs. For every step the ranks of a group exchange what they read, in one
-all-gather, and each computes the same assignment. A key is what the data set needs to load a sample on any rank of the
-group, such as a file and a place in it: samples themselves are not sent.
+Every rank reads its own stream of keys with costs. For every step the ranks of a group exchange their keys and costs,
+in one all-gather, and each computes the same assignment. With a key, such as a file and a position in it, the data set
+can load the sample on any rank of the group; samples are not sent.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ Key = TypeVar("Key")
 class BalancedStreamSampler(Sampler[list[Key]], Generic[Key]):
     """Yields this rank's micro-batches, as lists of keys, for `DataLoader(batch_sampler=...)`.
 
-    The epoch ends on all ranks of a group when one of their streams has not enough for a step; what the others have
-    read for that step is left out. Streams of several groups must have the same number of steps, or be endless.
+    The epoch ends on all ranks of a group when one of their streams has too few samples for a step; the samples that
+    other ranks have read for that step are dropped. Streams of several groups must have the same number of steps, or be
+    endless.
 
     Arguments:
-        stream: yields (key, seconds by phase), as from `ModuleCosts.phases`; another stream on every rank. A key can be
-            pickled.
-        batch_size: samples of a micro-batch, on average.
-        micro_batches: of an optimizer step, on each rank.
-        group: ranks among which samples move; None is all. Best over gloo, since sizes are on the CPU.
+        stream: yields (key, seconds by phase), as from `ModuleCosts.phases`; every rank has a different stream. A key
+            can be pickled.
+        batch_size: mean number of samples of a micro-batch.
+        micro_batches: number of micro-batches of an optimizer step on each rank.
+        group: ranks among which samples move; None is all. gloo is best, since costs are on the CPU.
         even_counts: give all micro-batches of a step the same number of samples.
 
     Raises:
@@ -77,7 +78,7 @@ class BalancedStreamSampler(Sampler[list[Key]], Generic[Key]):
 
 
 def _costs_of(everyone: Sequence[Sequence[tuple[Any, Sequence[float]]]]) -> list[Sequence[float]]:
-    """Return the costs of all samples; all of them have as many phases.
+    """Return the costs of all samples, after checking that they have equally many phases.
 
     Raises:
         SampleError: a sample has no costs, or another number of phases than the first.

@@ -1,1 +1,1 @@
-"""Pipelines whose bubbles run encoders: schedules, event simulation, filling, memory, published figures."""
+"""Pipelines with encoders in their bubbles: schedules, event simulation, filling and memory."""

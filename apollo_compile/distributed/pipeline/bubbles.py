@@ -1,11 +1,10 @@
-"""Free time of the devices of a pipeline: before, between, behind and inside its operations.
+"""Free time of the devices of a pipeline: before, between, after and inside its operations.
 
     PipelineTimeline(simulate(...), ...).walk(rank, ...) -> free intervals
     delay_forwards(bars, ...) -> bars
 
-The pipeline's operations keep their distances. Only a pause moves them: all that would start at its time or later
-start later by its duration. That breaks no dependency, since what starts later than something else is moved whenever
-that is moved, and it opens a bubble of that length on every rank.
+Only pauses move the pipeline's operations: a pause delays all operations that start at its time or later by its
+duration. It breaks no dependency, since operations keep their order, and opens a bubble of that length on every rank.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from apollo_compile.distributed.pipeline.simulate import end_of
 from apollo_compile.distributed.pipeline.values import Bar, Gaps, Kind, Op, Pause, Schedule, StageTimes
 
 FOREVER = 2**62
-"""End of free time that nothing limits."""
+"""End of unlimited free time."""
 
 
 class PipelineTimeline:
-    """When the operations of a pipeline run, with the pauses so far.
+    """Times of the operations of a pipeline, with the pauses so far.
 
     Arguments:
-        plain: its operations without pauses, by rank and start.
+        plain: operations without pauses, by rank and start.
         schedule: the pipeline.
         times: durations of its stages.
     """
@@ -36,7 +35,7 @@ class PipelineTimeline:
         self.times = times
         self._plain = plain
         self.plain_ns = end_of(self._plain, times)
-        """Step without pauses."""
+        """Duration of a step without pauses."""
         self._starts: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         self._durations: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         self._gaps: list[list[Gaps]] = [[] for _ in range(schedule.num_ranks)]
@@ -50,7 +49,7 @@ class PipelineTimeline:
         self._delays = [0]
 
     def without_pauses(self) -> PipelineTimeline:
-        """Return a timeline of the same operations without pauses; it shares what does not change."""
+        """Return a timeline of the same operations without pauses; it shares the unchanged data."""
         other = copy.copy(self)
         other._times, other._delays = [], [0]
         return other
@@ -62,13 +61,13 @@ class PipelineTimeline:
         return tuple(map(Pause, self._times, lengths))
 
     def pause(self, at_ns: int, duration_ns: int) -> None:
-        """Add a pause; `at_ns` is a time without pauses, not before the pauses so far."""
+        """Add a pause; `at_ns` is a time on the timeline without pauses, not before earlier pauses."""
         assert not self._times or at_ns >= self._times[-1]
         self._times.append(at_ns)
         self._delays.append(self._delays[-1] + duration_ns)
 
     def shifted(self, plain_ns: int) -> int:
-        """Return when something starts that starts at `plain_ns` without pauses."""
+        """Return the start of an operation that starts at `plain_ns` without pauses."""
         return plain_ns + self._delays[bisect.bisect_right(self._times, plain_ns)]
 
     def plain_start(self, kind: Kind, microbatch: int, stage: int) -> int:
@@ -97,26 +96,26 @@ class PipelineTimeline:
         )
 
     def first_start(self, rank: int) -> int:
-        """Return when the first operation of a rank starts."""
+        """Return the start of the first operation of a rank."""
         return self.shifted(self._starts[rank][0])
 
     def num_before(self, rank: int, plain_ns: int) -> int:
-        """Return how many operations of a rank start before a time without pauses."""
+        """Return the number of operations of a rank that start before `plain_ns` without pauses."""
         return bisect.bisect_left(self._starts[rank], plain_ns)
 
     def num_operations(self, rank: int) -> int:
-        """Return how many operations a rank has."""
+        """Return the number of operations of a rank."""
         return len(self._starts[rank])
 
     def walk(self, rank: int, index: int, from_ns: int, stop: int, least_ns: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, begin, end) of free time of a rank from a time on.
+        """Yield (index, begin, end) of the free time of a rank, from a time on.
 
         Arguments:
-            rank: whose time.
-            index: of the operation before which `from_ns` is, or during which.
-            from_ns: nothing earlier is yielded.
-            stop: index of the operation before which free time never ends: those from it on are taken to pause.
-            least_ns: shorter free time is not yielded.
+            rank: the rank.
+            index: index of the operation before or during which `from_ns` is.
+            from_ns: start of the walk.
+            stop: index of the operation before which free time is unlimited: operations from it on may pause.
+            least_ns: least length of free time to yield.
         """
         starts, durations, gaps = self._starts[rank], self._durations[rank], self._gaps[rank]
         begin = self.shifted(starts[index - 1]) + durations[index - 1] if index else 0
@@ -137,7 +136,7 @@ class PipelineTimeline:
 
 
 def delay_forwards(bars: Sequence[Bar], schedule: Schedule, times: StageTimes) -> tuple[Bar, ...]:
-    """Return the bars with every forward as late as backwards and order allow; no backward moves."""
+    """Return the bars with every forward as late as backwards and order allow; backwards do not move."""
     start_of = {bar.op: bar.start_ns for bar in bars}
     next_of = {op: later for order in schedule.orders for op, later in itertools.pairwise(order)}
     for bar in sorted(bars, key=lambda bar: bar.start_ns, reverse=True):
@@ -153,7 +152,7 @@ def delay_forwards(bars: Sequence[Bar], schedule: Schedule, times: StageTimes) -
 
 
 def bubbles_of(bars: Sequence[Bar], num_devices: int, num_ranks: int, end_ns: int) -> list[list[tuple[int, int]]]:
-    """Return, by device, the intervals of a step in which nothing runs; gaps inside operations are not counted."""
+    """Return, by device, the idle intervals of a step, without gaps inside operations."""
     found = []
     for device in range(num_devices):
         own = [b for b in bars if (b.device == device if b.op.is_encoder else b.device == device % num_ranks)]

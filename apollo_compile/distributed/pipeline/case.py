@@ -1,4 +1,4 @@
-"""A pipeline with encoders as a file describes it, and its steps before and after filling.
+"""A pipeline with encoders, described by a file, and its steps before and after filling.
 
 read_case(json) -> PipelineCase;  fill_case(case) -> PipelineSteps
 """
@@ -28,7 +28,7 @@ class PipelineCase:
 
 
 def read_case(value: Any) -> PipelineCase:
-    """Return the case that a JSON value describes; fields have the names of `PipelineCase` and what it consists of.
+    """Return the case that a JSON value describes, with the fields of `PipelineCase`.
 
     Raises:
         ValueError: a field is missing, unknown or of another type; the message names its place.
@@ -40,7 +40,7 @@ def make_schedule(case: PipelineCase) -> Schedule:
     """Return the schedule of a case.
 
     Raises:
-        PipelinePlanError: there is no such schedule, or the durations are not those of its stages.
+        PipelinePlanError: there is no such schedule, or the durations do not match its stages.
     """
     if case.schedule == "interleaved 1f1b":
         schedule = interleaved(case.num_ranks, case.stages_per_rank, case.num_microbatches)
@@ -64,7 +64,7 @@ def fill_case(case: PipelineCase, title: str) -> PipelineSteps:
     """Return the steps of a case.
 
     Raises:
-        PipelinePlanError: it cannot be filled; the message says why.
+        PipelinePlanError: the pipeline cannot be filled; the message has the reason.
     """
     schedule = make_schedule(case)
     try:

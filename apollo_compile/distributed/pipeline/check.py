@@ -1,4 +1,4 @@
-"""Is a plan of a pipeline legal? Looked at bar by bar, by other means than the filler uses.
+"""Checks of plans of pipelines, bar by bar, by another algorithm than the filler's.
 
 check_plan(plan) raises InvariantError; check_orders(orders, ...) raises PipelinePlanError
 """
@@ -46,7 +46,7 @@ def check_orders(
     encoders: Sequence[Encoder],
     replica_of: Sequence[Sequence[int]],
 ) -> None:
-    """Check that devices can run operations in the given orders, each once and where it belongs.
+    """Check that devices can run operations in the given orders, each once and on its device.
 
     Raises:
         PipelinePlanError: they cannot; the message names the micro-batch.
@@ -88,7 +88,7 @@ def _device_of(op: Op, schedule: Schedule, encoders: Sequence[Encoder], replica_
 
 
 def _split(whole: Bar, plan: FilledPlan) -> list[Bar]:
-    """Return a bar of its own for every segment; together they are as long as the bar."""
+    """Return a bar per segment; together they must be as long as the bar."""
     found, start_ns = [], whole.start_ns
     for segment in range(whole.op.segment, whole.op.segment + whole.num_segments):
         op = whole.op._replace(segment=segment)
@@ -105,7 +105,7 @@ def _split(whole: Bar, plan: FilledPlan) -> list[Bar]:
 
 
 def _check_devices(plan: FilledPlan) -> None:
-    """A device does one thing at a time: an encoder may run beside an operation only inside one of its gaps."""
+    """Check that a device runs one operation at a time; an encoder may run inside gaps of an operation."""
     ranks = plan.schedule.num_ranks
     by_device: dict[int, list[Bar]] = defaultdict(list)
     for bar in plan.bars:
@@ -133,7 +133,7 @@ def _check_devices(plan: FilledPlan) -> None:
 
 
 def _parts(bar: Bar, plan: FilledPlan) -> list[tuple[int, int]]:
-    """Return the intervals in which an operation computes: what its gaps leave."""
+    """Return the intervals in which an operation computes, between its gaps."""
     gaps = plan.times.gaps(bar.op)
     if not gaps.count:
         return [(bar.start_ns, bar.end_ns)]
@@ -144,7 +144,7 @@ def _parts(bar: Bar, plan: FilledPlan) -> list[tuple[int, int]]:
 
 
 def _check_inputs(plan: FilledPlan, bars: dict[Op, Bar]) -> None:
-    """An operation starts when all that it reads has arrived."""
+    """Check that operations start after their inputs have arrived."""
     last = plan.schedule.num_stages - 1
     for op, bar in bars.items():
         for other in inputs_of(op, last, plan.encoders):
@@ -157,7 +157,7 @@ def _check_inputs(plan: FilledPlan, bars: dict[Op, Bar]) -> None:
 
 
 def _check_sorted(plan: FilledPlan, bars: Sequence[Bar]) -> None:
-    """EF_i <= F_i and EB_i >= B_i for sorted times: the i-th features are there when the i-th forward reads some."""
+    """Check EF_i <= F_i and EB_i >= B_i for sorted times: the i-th features exist when the i-th forward starts."""
     for index, encoder in enumerate(plan.encoders):
         reads = sorted(b.start_ns for b in bars if b.op.kind is Kind.FORWARD and b.op.stage == encoder.feeds)
         gives = sorted(b.end_ns for b in bars if b.op.kind is Kind.BACKWARD and b.op.stage == encoder.feeds)

@@ -1,10 +1,10 @@
-"""How long the stages of a pipeline and the segments of its encoders take, and the plan that follows from it.
+"""Durations of the stages of a pipeline and of the segments of its encoders, and the plan from them.
 
     Samples of every rank -> medians_of(...) -> Durations.with_measured(...) -> plan_step(...) -> StepPlan
 
-A rank takes samples of what it computes. The first step in which it computes a piece is not counted: that step compiles
-and allocates. Ranks compare what they have after a step whose number all of them know. They count steps that began, so
-a rank on which one failed takes part as well, if it goes on, and says so.
+A rank takes samples of the pieces that it computes. The first step with a piece does not count, since it compiles and
+allocates. Ranks gather their samples after a fixed number of steps. Steps are counted when they begin, so a rank with a
+failed step takes part too, if it continues, and reports the failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apollo_compile.distributed.pipeline.values import Encoder, Kind, Op, Schedu
 from apollo_compile.units import NS_PER_MS
 
 NUM_COUNTED = 2
-"""Steps that are measured, after the first one."""
+"""Number of measured steps, after the first step."""
 
 GUESS_NS: Mapping[Kind, int] = {
     Kind.FORWARD: NS_PER_MS,
@@ -28,14 +28,14 @@ GUESS_NS: Mapping[Kind, int] = {
     Kind.ENCODER_FORWARD: NS_PER_MS,
     Kind.ENCODER_BACKWARD: 2 * NS_PER_MS,
 }
-"""Durations until they are measured: all stages and segments alike, a backward twice a forward."""
+"""Guessed durations until they are measured: equal for all stages and segments, a backward takes twice a forward."""
 
 Orders = tuple[tuple[Op, ...], ...]
 """Operations of every device, in order."""
 
 
 class Piece(NamedTuple):
-    """What is timed: the forward or backward of a stage, or of a segment of an encoder."""
+    """Unit of timing: the forward or backward of a stage, or of a segment of an encoder."""
 
     kind: Kind
     number: int
@@ -45,17 +45,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durations:
-    """How long one micro-batch takes, in nanoseconds."""
+    """Durations for one micro-batch, in nanoseconds."""
 
     times: StageTimes
-    """Of the stages."""
+    """Durations of the stages."""
     forward_ns: tuple[tuple[int, ...], ...]
-    """By encoder and segment."""
+    """Durations of forwards, by encoder and segment."""
     backward_ns: tuple[tuple[int, ...], ...]
-    """By encoder and segment, in the order of `forward_ns`; empty where nothing is trained."""
+    """Durations of backwards, by encoder and segment, in the order of `forward_ns`; empty for a frozen encoder."""
 
     def with_measured(self, found: Mapping[Piece, int]) -> Durations:
-        """Return these durations with those that were measured in their place."""
+        """Return these durations with measured ones replaced."""
 
         def of(kind: Kind, known: Sequence[int], encoder: int = 0) -> tuple[int, ...]:
             return tuple(found.get(Piece(kind, index, encoder), ns) for index, ns in enumerate(known))
@@ -72,40 +72,40 @@ class Durations:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """What a plan was made from, and what it promises."""
+class StepPrediction:
+    """Predicted duration of a planned step, and the durations that it was planned with."""
 
     durations: Durations
     step_ns: int
     """Duration of a step, in nanoseconds."""
     plain_ns: int
-    """The same without encoders."""
+    """Duration of a step without encoders, in nanoseconds."""
     hidden_share: float
-    """Share of the encoder work that is in bubbles: that does not make the step longer."""
+    """Share of the encoder work that runs in bubbles, without making the step longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """What every rank does in a step."""
+    """Operations of every rank in a step."""
 
     orders: Orders
     replica_of: tuple[tuple[int, ...], ...]
     """By encoder and micro-batch, the rank that computes it."""
-    prediction: Prediction | None
-    """None: durations are guessed, or the orders were given."""
+    prediction: StepPrediction | None
+    """Prediction; None if durations are guessed or the orders were given."""
 
 
 def plan_step(
     schedule: Schedule, encoders: Sequence[Encoder], durations: Durations, *, known: Sequence[StepPlan] = ()
 ) -> StepPlan:
-    """Return the plan of a step: the planner's, or a known one if the simulation says that it is shorter.
+    """Return the plan of a step: the planner's, or a known plan if it is shorter in the simulation.
 
     Arguments:
         schedule: the pipeline.
         encoders: encoders of one stage; their durations are replaced.
-        durations: what to plan with.
-        known: plans of the same pipeline and encoders. A plan for other durations can be better: where encoders take as
-            long as stages, the planner lets all ranks pause, and more of them than have to.
+        durations: durations to plan with.
+        known: plans of the same pipeline and encoders. A plan for other durations can be better: if encoders take as
+            long as stages, the planner adds pauses on more ranks than necessary.
 
     Raises:
         PipelinePlanError: an encoder does not fit the pipeline, or no order meets its limit of live micro-batches.
@@ -121,7 +121,7 @@ def plan_step(
         bars = simulate(schedule, durations.times, orders=plan.orders, encoders=timed, replica_of=plan.replica_of)
         found.append((end_of(bars, durations.times), plan))
     step_ns, best = min(found, key=lambda item: item[0])
-    prediction = Prediction(
+    prediction = StepPrediction(
         durations=durations,
         step_ns=step_ns,
         plain_ns=filled.plain_ns,
@@ -131,7 +131,7 @@ def plan_step(
 
 
 class Samples:
-    """What one rank measures in the first steps."""
+    """Measurements of one rank in the first steps."""
 
     def __init__(self) -> None:
         self._found: dict[Piece, list[int]] = {}
@@ -143,17 +143,17 @@ class Samples:
 
     @property
     def is_due(self) -> bool:
-        """Whether ranks compare now: after as many steps as are counted, and after twice as many each time."""
+        """Whether ranks gather samples now: after the counted steps, and then each time after twice as many."""
         return self._num_begun >= self._due
 
     def begin_step(self) -> None:
-        """Count a step; the one before has failed if it did not end."""
+        """Count a step; the previous step has failed if it did not end."""
         self._has_failed |= self._is_open
         self._is_open = True
         self._num_begun += 1
 
     def end_step(self, spans: Iterable[tuple[Piece, int]]) -> None:
-        """Add what was measured in a step: pieces and nanoseconds, one for every micro-batch."""
+        """Add the (piece, nanoseconds) of a step, one per micro-batch."""
         self._is_open = False
         seen: set[Piece] = set()
         for piece, duration_ns in spans:
@@ -175,8 +175,8 @@ def medians_of(
 ) -> dict[Piece, int] | None:
     """Return the median of every wanted piece over micro-batches, steps and ranks, in nanoseconds, at least 1.
 
-    None if it is missing: a step has failed on a rank, or nobody has computed a piece twice. Of two middle samples the
-    lower one is taken: a rank can be kept from computing, never made faster.
+    None if a step has failed on a rank, or no rank has computed a piece twice. Of two middle samples the lower one is
+    taken, since disturbances only make samples longer.
     """
     present = [samples for samples in by_rank if samples is not None]
     if len(present) < len(by_rank):

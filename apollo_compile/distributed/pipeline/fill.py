@@ -10,17 +10,16 @@ Every micro-batch of every encoder is given to a replica, and its segments to fr
 (4) devices     one thing at a time; segments are not interrupted
 (5) memory      at most `max_live` micro-batches per replica are between begin of forward and end of backward
 
-FINE takes micro-batches in order. Each goes to the replica that would have its features first, in all bubbles and, if
-that is later than (1) allows, in a pause of the pipeline just before F_i, of the least length. For equal encoder work
-that choice gives the earliest possible ends, sorted, on every replica; a pause that comes as late as possible has all
-bubbles before it used. A replica at its limit (5) first runs its oldest backward. All other backwards follow in the
-order of B_i, in what is free, and go on after the pipeline's end if they must. Then single micro-batches move from the
-replica that ends last to another one, as long as the step gets shorter. All of it is done for two timelines of the
-pipeline, with forwards as early and as late as its length allows: late ones give encoders more time. Where COARSE is
-shorter after all, it is the plan.
+FINE takes micro-batches in order. Each goes to the replica that would have its features first, in bubbles and, if that
+is later than (1) allows, in a pause of the pipeline just before F_i, of the least length. For equal encoder work this
+gives the earliest possible ends, sorted, on every replica; a pause as late as possible comes after all bubbles before
+it are used. A replica at its limit (5) first runs its oldest backward. All other backwards follow in the order of B_i,
+in free time, if necessary after the pipeline's end. Then single micro-batches move from the replica that ends last to
+another one, as long as the step gets shorter. This is done for two timelines of the pipeline, with forwards as early
+and as late as its length allows: late forwards give encoders more time. If COARSE is shorter, it is the plan.
 
-COARSE is what colocated encoders do without bubbles inside: forwards before a rank's first operation, backwards after
-its last one, one pause at the begin.
+COARSE places colocated encoders without bubbles: forwards before a rank's first operation, backwards after its last
+one, one pause at the start.
 
 Method: Optimus (arXiv 2408.03505), with earliest-end assignment and pauses in place of its enumeration of splits.
 """
@@ -50,10 +49,10 @@ from apollo_compile.distributed.pipeline.values import (
 from apollo_compile.errors import PipelinePlanError
 
 MAX_MOVES = 48
-"""Moves of a micro-batch to another replica that are tried."""
+"""Number of moves of a micro-batch to another replica that are tried."""
 
 Assignment = tuple[tuple[int, ...], ...]
-"""By encoder and micro-batch, its replica."""
+"""Replica by encoder and micro-batch."""
 
 
 def fill(
@@ -90,7 +89,7 @@ def fill(
 
 @functools.lru_cache(maxsize=1)
 def _timelines(schedule: Schedule, times: StageTimes) -> tuple[PipelineTimeline, PipelineTimeline]:
-    """Return the pipeline with early and with late forwards; one is filled with many encoder plans in a row."""
+    """Return the pipeline with early and with late forwards, cached for repeated fills of one pipeline."""
     plain = simulate(schedule, times)
     delayed = delay_forwards(plain, schedule, times)
     return PipelineTimeline(plain, schedule, times), PipelineTimeline(delayed, schedule, times)
@@ -107,7 +106,7 @@ class _Problem:
 
 
 def _improve(problem: _Problem, best: _Filler, max_moves: int) -> _Filler:
-    """Return the filler after the moves that make its step shorter, of as many as may be tried."""
+    """Return the filler after the moves that make its step shorter; at most `max_moves` are tried."""
     others = _moved(problem, best)
     for _ in range(max_moves):
         other = next(others, None)
@@ -134,7 +133,7 @@ def _moved(problem: _Problem, filler: _Filler) -> Iterator[_Filler]:
 
 
 def _require_fitting(encoder: Encoder, schedule: Schedule) -> None:
-    """Raise if an encoder is not one of this pipeline."""
+    """Raise if an encoder does not fit this pipeline."""
     for stages in (encoder.forward_ns, encoder.backward_ns):
         if stages and any(len(replica) != len(stages) for replica in encoder.replicas):
             raise PipelinePlanError(
@@ -160,15 +159,15 @@ def _require_fitting(encoder: Encoder, schedule: Schedule) -> None:
 
 @dataclass(slots=True)
 class _Cursor:
-    """How far the free time of a device is used, in order."""
+    """End of the used free time of a device."""
 
     index: int = 0
-    """Operation of the pipeline before which, or during which, it is."""
+    """Operation of the pipeline before or during which it is."""
     at_ns: int = 0
 
 
 class _Piece(NamedTuple):
-    """Segments of a stage that follow one another at once."""
+    """Consecutive segments of a stage without gaps."""
 
     segment: int
     start_ns: int
@@ -178,17 +177,17 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Work:
-    """Where a forward or backward of a micro-batch runs, perhaps after a backward that makes room for it."""
+    """Placement of a forward or backward of a micro-batch, perhaps after a backward that frees memory for it."""
 
     parts: list[tuple[Op, int, list[_Piece]]] = field(default_factory=list)
-    """By stage: its first operation, its device, and when its segments run."""
+    """By stage: its first operation, its device, and its pieces."""
     cursors: dict[int, _Cursor] = field(default_factory=dict)
-    """Of the devices that it uses."""
+    """Cursors of the devices that it uses."""
     end_ns: int = 0
 
 
 class _Filler:
-    """Places the work of one step, with a given assignment or with the one that has features first.
+    """Places the work of one step, with a given assignment or on the replica that has features first.
 
     Raises:
         PipelinePlanError: no order meets a limit of live micro-batches.
@@ -258,7 +257,7 @@ class _Filler:
         return tuple(map(tuple, places))
 
     def _reads(self) -> list[tuple[int, int, int]]:
-        """Return, in order, when the pipeline reads features without pauses, of which micro-batch and encoder."""
+        """Return (time without pauses, micro-batch, encoder) of all reads of features, in order."""
         return sorted(
             (self._line.plain_start(Kind.FORWARD, microbatch, encoder.feeds), microbatch, index)
             for index, encoder in enumerate(self._problem.encoders)
@@ -270,7 +269,7 @@ class _Filler:
         return limit is not None and len(self._live[index][replica]) >= limit
 
     def _forward(self, microbatch: int, index: int, replica: int) -> _Work | None:
-        """Return where a forward would run if the pipeline paused before it reads the features; None if it cannot."""
+        """Return the placement of a forward if the pipeline paused before it reads the features; None if impossible."""
         encoder, line, work, ready_ns = self._problem.encoders[index], self._line, _Work(), 0
         limit_ns = line.plain_start(Kind.FORWARD, microbatch, encoder.feeds)
         stops = [0 if self._is_coarse else line.num_before(rank, limit_ns) for rank in range(line.num_ranks)]
@@ -293,7 +292,7 @@ class _Filler:
     def _extend(
         self, work: _Work, op: Op, replica: int, ready_ns: int, stops: Sequence[int], used: Sequence[Sequence[Bar]]
     ) -> None:
-        """Add the forward or backward that begins with `op` to some work, as early as its devices are free."""
+        """Add the forward or backward that begins with `op` to `work`, as early as its devices are free."""
         encoder, transfer_ns = self._problem.encoders[op.encoder], self._problem.times.transfer_ns
         devices = encoder.replicas[replica]
         if op.kind is Kind.ENCODER_BACKWARD:
@@ -312,7 +311,7 @@ class _Filler:
     def _free(
         self, device: int, cursor: _Cursor, ready_ns: int, stop: int, used: Sequence[Bar], least_ns: int
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield index, begin and end of the free time of a device that lasts, apart from bars that are placed."""
+        """Yield index, begin and end of the free time of a device, without the placed bars."""
         next_used = 0
         from_ns = max(cursor.at_ns, ready_ns)
         rank = device % self._line.num_ranks
@@ -328,7 +327,7 @@ class _Filler:
                 yield index, begin, end
 
     def _lateness_ns(self, work: _Work, microbatch: int, encoder: Encoder) -> int:
-        """Return how long the pipeline has to pause for a forward."""
+        """Return the pause of the pipeline that a forward needs, in nanoseconds."""
         line = self._line
         arrival_ns = work.end_ns + self._transfer_ns(work.parts[-1][1], encoder)
         late_ns = arrival_ns - line.start_of(Kind.FORWARD, microbatch, encoder.feeds)
@@ -338,13 +337,13 @@ class _Filler:
         return late_ns
 
     def _gradients_ns(self, microbatch: int, index: int, replica: int) -> int:
-        """Return when a replica has the gradients of the features of a micro-batch."""
+        """Return the time at which a replica has the gradients of a micro-batch's features."""
         encoder = self._problem.encoders[index]
         arrival_ns = self._transfer_ns(encoder.replicas[replica][-1], encoder)
         return self._line.end_of(Kind.BACKWARD, microbatch, encoder.feeds) + arrival_ns
 
     def _transfer_ns(self, device: int, encoder: Encoder) -> int:
-        """Return how long features or gradients travel between a device and the stage that reads the features."""
+        """Return the transfer time between a device and the stage that reads the features."""
         is_there = device == encoder.feeds % self._line.num_ranks
         return 0 if is_there else self._problem.times.transfer_ns
 
@@ -395,7 +394,7 @@ class _Filler:
 
 
 def _put(segments: Sequence[int], free: Iterator[tuple[int, int, int]]) -> tuple[list[_Piece], _Cursor]:
-    """Place segments in order into free time, which has no end; return when they run, and what is used."""
+    """Place segments in order into unlimited free time; return their pieces and the new cursor."""
     pieces: list[_Piece] = []
     index, begin, end = next(free)
     segment = 0

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from apollo_compile.distributed.pipeline.values import FilledPlan, Kind
 
 Interval = tuple[int, int, int]
-"""Start, end, value."""
+"""(start, end, value)."""
 
 
 def peak_live(plan: FilledPlan) -> tuple[tuple[int, ...], ...]:
-    """Return, by encoder and replica, the most micro-batches that are live at a time, as `Encoder.max_live` counts."""
+    """Return, by encoder and replica, the peak of live micro-batches, counted as for `Encoder.max_live`."""
     held: list[list[list[Interval]]] = [[[] for _ in encoder.replicas] for encoder in plan.encoders]
     for index, encoder in enumerate(plan.encoders):
         for microbatch, replica in enumerate(plan.replica_of[index]):
@@ -23,7 +23,7 @@ def peak_live(plan: FilledPlan) -> tuple[tuple[int, ...], ...]:
 
 
 def live_span(plan: FilledPlan, index: int, microbatch: int, *, is_frozen: bool) -> tuple[int, int]:
-    """Return from when to when a micro-batch of an encoder is live."""
+    """Return the start and end of the lifetime of an encoder's micro-batch."""
     own = [b for b in plan.bars if b.op.is_encoder and (b.op.encoder, b.op.microbatch) == (index, microbatch)]
     start_ns = min(bar.start_ns for bar in own)
     if not is_frozen:
@@ -37,7 +37,7 @@ def live_span(plan: FilledPlan, index: int, microbatch: int, *, is_frozen: bool)
 
 
 def peak_of(intervals: Iterable[Interval]) -> int:
-    """Return the largest sum of the values of intervals that contain one time; an end is not contained."""
+    """Return the largest sum of values of intervals that contain the same time; intervals exclude their ends."""
     changes = sorted(change for start, end, value in intervals for change in ((start, 1, value), (end, 0, -value)))
     level = highest = 0
     for _, _, value in changes:

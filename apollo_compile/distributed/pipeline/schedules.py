@@ -2,9 +2,9 @@
 
     gpipe, one_forward_one_backward, interleaved (number of ranks, of micro-batches, ...) -> Schedule
 
-The orders are those of torch.distributed.pipelining (`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`), so
-that a plan can be run there. Sources: GPipe (arXiv 1811.06965); 1F1B (PipeDream-Flush, arXiv 2006.09503); interleaved
-1F1B (Megatron-LM, arXiv 2104.04473).
+The orders are those of torch.distributed.pipelining (`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`), which
+runs the plans. Sources: GPipe (arXiv 1811.06965); 1F1B (PipeDream-Flush, arXiv 2006.09503); interleaved 1F1B
+(Megatron-LM, arXiv 2104.04473).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Event simulation: when every operation runs, if each device takes its operations in order and waits for inputs.
+"""Event simulation of a step: each device runs its operations in order and waits for inputs.
 
     (orders by device, StageTimes, encoders) -> bars
 
-An operation starts as soon as its device is free and what it reads has arrived. It needs no plan and knows no bubbles;
-plans are judged by it.
+An operation starts as soon as its device is free and its inputs have arrived. The simulation does not use plans and
+bubbles; plans are compared by it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def simulate(
     Arguments:
         schedule: the pipeline.
         times: durations of its stages.
-        orders: operations by device, those of encoders included; default: the schedule's.
+        orders: operations by device, including those of encoders; default: the schedule's.
         encoders: encoders whose operations are in `orders`.
         replica_of: by encoder and micro-batch, the replica that computes it.
 
     Raises:
-        PipelinePlanError: an operation waits for one that is behind it, or for one that nobody runs.
+        PipelinePlanError: an operation waits for a later one, or for one that no device runs.
     """
     rows = schedule.orders if orders is None else orders
     last = schedule.num_stages - 1
@@ -78,7 +78,7 @@ def simulate(
 def _find_culprit(
     heads: Mapping[int, Op], place: Mapping[Op, int], missing: Mapping[Op, Sequence[Op]]
 ) -> tuple[int, Op, Op]:
-    """Return the device, operation and input that keep the others waiting, following who waits for whom."""
+    """Return the device, operation and input at the end of the chain of waits."""
     device, chain = min(heads), list[tuple[int, Op, Op]]()
     while device not in (seen := [waiting for waiting, _, _ in chain]):
         op = heads[device]
@@ -87,9 +87,9 @@ def _find_culprit(
         if needed not in place:
             return chain[-1]
         device = place[needed]
-    circle = chain[seen.index(device) :]
-    # Of a circle that goes through an encoder, its place in the order is what is wrong.
-    return next((link for link in circle if link[2].is_encoder), circle[-1])
+    cycle = chain[seen.index(device) :]
+    # In a cycle through an encoder, the position of the encoder's operation is wrong.
+    return next((link for link in cycle if link[2].is_encoder), cycle[-1])
 
 
 def inputs_of(op: Op, last_stage: int, encoders: Sequence[Encoder]) -> Iterator[Op]:
@@ -136,7 +136,7 @@ def duration_of(op: Op, times: StageTimes, encoders: Sequence[Encoder]) -> int:
 
 
 def end_of(bars: Sequence[Bar], times: StageTimes) -> int:
-    """Return when a step ends: the pipeline and its reduction of gradients, and all encoder work."""
+    """Return the end of a step: the end of the pipeline with its reduction of gradients, and of all encoder work."""
     pipeline = max((bar.end_ns for bar in bars if not bar.op.is_encoder), default=times.lead_ns)
     return max(pipeline + times.trail_ns, max((bar.end_ns for bar in bars), default=0))
 
@@ -145,7 +145,7 @@ def orders_of(plan: FilledPlan) -> tuple[tuple[Op, ...], ...]:
     """Return the operations of every device of a plan in the order in which they start.
 
     Raises:
-        PipelinePlanError: encoder work runs inside an operation of the pipeline, which no order says.
+        PipelinePlanError: encoder work runs inside an operation of the pipeline, which an order cannot express.
     """
     rows: list[list[Op]] = [[] for _ in range(plan.num_devices)]
     end = [0] * plan.num_devices
@@ -159,7 +159,7 @@ def orders_of(plan: FilledPlan) -> tuple[tuple[Op, ...], ...]:
             if bar.start_ns < end[device]:
                 raise PipelinePlanError(
                     f"device {device} runs {bar.op} at {bar.start_ns} ns, inside another operation; "
-                    "plan without gaps of tensor parallelism to get an order"
+                    "plan without gaps (forward_gaps, backward_gaps) to get an order"
                 )
             end[device] = bar.end_ns
             first = bar.op.segment

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from apollo_compile.distributed.pipeline.durations import Prediction
+from apollo_compile.distributed.pipeline.durations import StepPrediction
 from apollo_compile.distributed.pipeline.memory import peak_live
 from apollo_compile.distributed.pipeline.values import FilledPlan, PipelineSteps
 from apollo_compile.units import format_ns
 
 
 def format_steps(steps: PipelineSteps) -> str:
-    """Return one row per way of filling, and what a micro-batch of every encoder takes."""
+    """Return a table with a row per way of filling."""
     rows = [
         (
             name,
@@ -41,7 +41,7 @@ def format_steps(steps: PipelineSteps) -> str:
         table,
     ]
     if steps.coarse is None:
-        lines.append("coarse: not possible, since encoders may not hold as many micro-batches as it takes")
+        lines.append("coarse: not possible, since it exceeds max_live, the limit of live micro-batches")
     return "\n".join(lines)
 
 
@@ -52,12 +52,12 @@ def _format_live(plan: FilledPlan) -> str:
     )
 
 
-def format_prediction(prediction: Prediction, names: Sequence[str]) -> str:
-    """Return what a plan was made from and what it promises, on one line.
+def format_prediction(prediction: StepPrediction, names: Sequence[str]) -> str:
+    """Return the durations and the predicted step of a plan, on one line.
 
     Arguments:
-        prediction: of the plan.
-        names: of the encoders.
+        prediction: prediction of the plan.
+        names: names of the encoders.
     """
     durations, times = prediction.durations, prediction.durations.times
     stages = f"stages {_format_range(times.forward_ns)} forward, {_format_range(times.backward_ns)} backward"
@@ -73,6 +73,6 @@ def format_prediction(prediction: Prediction, names: Sequence[str]) -> str:
 
 
 def _format_range(durations: Sequence[int]) -> str:
-    """Return the shortest and the longest duration."""
+    """Return the range of durations as text."""
     least, most = format_ns(min(durations)), format_ns(max(durations))
     return least if least == most else f"{least} to {most}"

@@ -1,9 +1,9 @@
-"""Values of a pipeline: its operations, schedule and durations, the encoders beside it, and the plan of one step.
+"""Values of a pipeline: its operations, schedule and durations, its encoders, and the plan of one step.
 
-Words: a pipeline has `num_ranks` ranks and `num_stages` stages; stage s runs on rank s % num_ranks. An encoder has
-replicas, each of which computes whole micro-batches on one device or on several in turn. A device is a column of a
-rank: where tensor parallelism splits a stage over eight devices and an encoder over four, a rank has two columns.
-Device d belongs to rank d % num_ranks. Times are nanoseconds from the begin of the step.
+A pipeline has `num_ranks` ranks and `num_stages` stages; stage s runs on rank s % num_ranks. An encoder has replicas,
+each of which computes whole micro-batches on one device or on several in turn. A device is a column of a rank: where
+tensor parallelism splits a stage over eight devices and an encoder over four, a rank has two columns. Device d belongs
+to rank d % num_ranks. Times are nanoseconds from the start of the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What an operation computes."""
+    """Kinds of operations."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -35,7 +35,7 @@ class Op(NamedTuple):
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it belongs to an encoder."""
+        """Whether the operation belongs to an encoder."""
         return self.kind in (Kind.ENCODER_FORWARD, Kind.ENCODER_BACKWARD)
 
     def __str__(self) -> str:
@@ -48,19 +48,19 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """In which order the ranks of a pipeline compute their stages."""
+    """Order in which the ranks of a pipeline compute their stages."""
 
     name: str
     num_ranks: int
     num_stages: int
     num_microbatches: int
     orders: tuple[tuple[Op, ...], ...]
-    """By rank."""
+    """Operations of every rank, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gaps:
-    """Idle intervals inside an operation, evenly spaced: its compute waits for collectives of tensor parallelism."""
+    """Idle intervals inside an operation, evenly spaced, in which it waits for collectives of tensor parallelism."""
 
     count: int = 0
     duration_ns: int = 0
@@ -68,17 +68,17 @@ class Gaps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """How long the stages of a pipeline take for one micro-batch."""
+    """Durations of the stages of a pipeline for one micro-batch."""
 
     forward_ns: tuple[int, ...]
-    """By stage, the gaps included."""
+    """Forward by stage, including gaps."""
     backward_ns: tuple[int, ...]
     transfer_ns: int = 0
-    """From one rank to another: activations, gradients, features."""
+    """Transfer of activations, gradients or features between ranks."""
     lead_ns: int = 0
     """Idle time of all devices before the first forward, while data parallelism gathers parameters."""
     trail_ns: int = 0
-    """Idle time after the last backward, while it reduces gradients."""
+    """Idle time after the last backward, while data parallelism reduces gradients."""
     forward_gaps: Gaps = Gaps()
     backward_gaps: Gaps = Gaps()
 
@@ -93,20 +93,20 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """An encoder beside a pipeline, and its parallel plan."""
+    """An encoder of a pipeline, with its stages and replicas."""
 
     name: str
     forward_ns: tuple[tuple[int, ...], ...]
     """Durations of its segments for one micro-batch, by stage of the encoder. A segment is never interrupted."""
     backward_ns: tuple[tuple[int, ...], ...] = ()
-    """The same for the backward, in the order in which it runs: the last stage first. Empty: frozen."""
+    """Durations of the backward, in the order in which it runs, the last stage first; empty for a frozen encoder."""
     replicas: tuple[tuple[int, ...], ...]
     """By replica, the device of every stage of the encoder."""
     feeds: int = 0
     """Stage of the pipeline that reads the features."""
     max_live: int | None = None
-    """Limit of micro-batches per replica that are between the begin of their forward and the end of their backward;
-    with a frozen encoder between the begin of their forward and the forward that reads the features."""
+    """Limit of live micro-batches per replica: from the start of the encoder's forward to the end of its backward, or,
+    for a frozen encoder, to the start of the forward that reads the features."""
 
     @property
     def is_frozen(self) -> bool:
@@ -115,12 +115,12 @@ class Encoder:
 
     @property
     def work_ns(self) -> int:
-        """Time of devices that one micro-batch takes."""
+        """Sum of the times of all devices for one micro-batch."""
         return sum(map(sum, self.forward_ns)) + sum(map(sum, self.backward_ns))
 
 
 class Bar(NamedTuple):
-    """When an operation runs; for encoders, `num_segments` segments of it that follow one another at once."""
+    """Interval of an operation; for encoders, of `num_segments` consecutive segments."""
 
     op: Op
     device: int
@@ -130,19 +130,19 @@ class Bar(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """All operations of the pipeline that start at `at_ns` or later without pauses start later by a duration."""
+    """Delay of all operations of the pipeline that would start at `at_ns` or later without pauses."""
 
     at_ns: int
     duration_ns: int
 
 
 class Filling(Enum):
-    """How encoder work is placed."""
+    """Ways to place encoder work."""
 
     COARSE = "coarse"
-    """All forwards before the pipeline begins, all backwards after it has ended, on every rank."""
+    """On every rank, all forwards before the pipeline begins and all backwards after it has ended."""
     FINE = "fine"
-    """Forwards and backwards in all bubbles; the pipeline pauses where that is not enough."""
+    """Forwards and backwards in all bubbles; the pipeline pauses where bubbles are too short."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,17 +154,17 @@ class FilledPlan:
     times: StageTimes
     encoders: tuple[Encoder, ...]
     replica_of: tuple[tuple[int, ...], ...]
-    """By encoder and micro-batch."""
+    """Replica by encoder and micro-batch."""
     pauses: tuple[Pause, ...]
     bars: tuple[Bar, ...]
-    """Of the pipeline, with the ranks as devices, and of the encoders; by device and start."""
+    """Bars of the pipeline, with ranks as devices, and of the encoders, by device and start."""
     plain_ns: int
-    """Step of the pipeline without encoders."""
+    """Duration of a step without encoders."""
     step_ns: int
 
     @property
     def num_devices(self) -> int:
-        """Devices: columns times ranks."""
+        """Number of devices: columns times ranks."""
         return count_devices(self.schedule, self.encoders)
 
     @property
@@ -182,28 +182,28 @@ class FilledPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSteps:
-    """Steps of one pipeline, to be compared: without encoders, and with their work placed in two ways."""
+    """Steps of one pipeline, without encoders and with their work placed in two ways."""
 
     title: str
     plain: FilledPlan
     coarse: FilledPlan | None
-    """None: encoders may not hold as many micro-batches as it takes."""
+    """Step with coarse filling; None if it exceeds a limit of live micro-batches."""
     fine: FilledPlan
 
     @property
     def by_name(self) -> dict[str, FilledPlan]:
-        """The steps by name, in the order in which they are shown."""
+        """Steps by name, in display order."""
         steps = {"without encoders": self.plain, "coarse": self.coarse, "fine": self.fine}
         return {name: plan for name, plan in steps.items() if plan is not None}
 
 
 def count_devices(schedule: Schedule, encoders: Iterable[Encoder]) -> int:
-    """Return the devices that hold stages or replicas: as many columns as the encoders need."""
+    """Return the number of devices: the columns that the encoders need, times ranks."""
     ranks = schedule.num_ranks
     used = [device for encoder in encoders for replica in encoder.replicas for device in replica]
     return ranks * (max(used, default=0) // ranks + 1)
 
 
 def one_replica_per_rank(num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the replicas of an encoder that every rank holds whole."""
+    """Return the replicas of an encoder with a whole replica on every rank."""
     return tuple((rank,) for rank in range(num_ranks))

@@ -1,10 +1,10 @@
-"""Checks that a product is legal, one per product; each raises `InvariantError` if it is not.
+"""Legality checks, one per product; each raises `InvariantError` if the product is not legal.
 
     check_x(product, products that it was made from) -> None
 
-A check computes what it needs in another way than the stage: the stages use vector clocks, the checks use sets of
-predecessors; the last check executes the program symbolically. A failed check is a defect of this package, not of the
-user's model, so the message says which product, what was expected and found, where, and that it should be reported.
+A check uses another algorithm than the stage: the stages use vector clocks, the checks use sets of predecessors; the
+last check executes the program symbolically. A failed check is a defect of this package, not of the user's model, so
+the message names the product, the expected and the found value and the place, and asks for a report.
 
 graph.py    stages 0 and 1: captures and partitions
 plan.py     stages 2 and 3: costs and plans

@@ -1,4 +1,4 @@
-"""The error that checks raise, and how it names places."""
+"""The error that checks raise."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from apollo_compile.ir.values import SegmentGraph, SegmentId
 
 
 def fail(product: str, found: str, where: str) -> NoReturn:
-    """Raise the error of a product: what was found, and where."""
+    """Raise `InvariantError` for an illegal product."""
     raise InvariantError(
         f"{product} is not legal: {found}; at {where}; this is a defect of apollo_compile, please report it"
     )
 
 
 def at_segment(graph: SegmentGraph, segment: SegmentId) -> str:
-    """Return how an error names a segment."""
+    """Return the place of a segment, for an error message."""
     return f"graph {graph.name}, segment {segment} ({graph.segments[segment].name})"
 
 
 def repeated(items: Sequence[object]) -> list[object]:
-    """Return the items that are there more than once."""
+    """Return the items that occur more than once."""
     return [item for item in dict.fromkeys(items) if list(items).count(item) > 1]

@@ -1,4 +1,4 @@
-"""Are a capture and its partition legal?"""
+"""Checks of captures and partitions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_capture(capture: Capture) -> None:
     before = closure([(*node.inputs, *node.after) for node in capture.nodes])
     for first, second in itertools.pairwise(node for node in capture.nodes if node.is_collective):
         if not before[second.id] >> first.id & 1:
-            found = f"collectives keep their order, this one need not come after {first.name}"
+            found = f"collectives must keep their order, but nothing orders this one after {first.name}"
             fail("capture", found, f"{where}, node {second.id} ({second.name})")
     names = [node.name for node in capture.nodes]
     if len(set(names)) != len(names):
@@ -80,14 +80,14 @@ def check_partition(partition: Partition, capture: Capture) -> None:
 
 
 def _check_collectives(partition: Partition, capture: Capture, before: Sequence[int]) -> None:
-    """Check that the segments say which of them have collectives, and are ordered as these are in the graph."""
+    """Check `has_collective`, and that segments with collectives are ordered as the collectives are in the graph."""
     graph = partition.graph
     latest: tuple[SegmentId, str] | None = None
     segment_of = {node: SegmentId(s) for s, nodes in enumerate(partition.nodes_by_segment) for node in nodes}
     found = [(segment_of[node.id], node.name) for node in capture.nodes if node.is_collective]
     marked = [segment.id for segment in graph.segments if segment.has_collective]
     if marked != sorted({segment for segment, _ in found}):
-        fail("partition", f"segments {marked} say that they have collectives, {found} do", f"graph {graph.name}")
+        fail("partition", f"segments {marked} are marked as collective, collectives: {found}", f"graph {graph.name}")
     for segment, name in found:
         if latest is not None and segment != latest[0] and not before[segment] >> latest[0] & 1:
             problem = f"collective {name} must be issued after {latest[1]} of segment {latest[0]}"
@@ -166,7 +166,7 @@ def _check_cover(partition: Partition, capture: Capture) -> dict[NodeId, Segment
         if item.kind in _PLACED and item.id not in segment_of:
             fail("partition", f"node {item.id} ({item.name}) is in no segment", f"graph {capture.name}")
         if item.kind is NodeKind.PROJECTION and any(segment_of.get(v) != segment_of[item.id] for v in item.inputs):
-            found = f"node {item.id} ({item.name}) must be in the segment of what it projects"
+            found = f"node {item.id} ({item.name}) must be in the segment of its input"
             fail("partition", found, at_segment(partition.graph, segment_of[item.id]))
     alone = {segment_of[item.id] for item in capture.nodes if item.is_alone}
     for node, segment in segment_of.items():

@@ -34,7 +34,12 @@ def direct_order(plan: Plan, syncs: SyncPlan) -> list[list[SegmentId]]:
 
 
 def closure(direct: Sequence[Sequence[int]], order: Iterable[int] | None = None) -> list[int]:
-    """Return, per segment or node, the set of all before it, as bits; in `order`, `direct` looks back only."""
+    """Return all predecessors of every segment or node as a bit mask.
+
+    Arguments:
+        direct: direct predecessors of each.
+        order: a topological order; None is ascending order.
+    """
     before = [0] * len(direct)
     for segment in range(len(direct)) if order is None else order:
         for other in direct[segment]:

@@ -1,4 +1,4 @@
-"""Are costs and a plan legal?"""
+"""Checks of cost tables and plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_costs(costs: CostTable, graph: SegmentGraph) -> None:
 
 
 def check_plan(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
-    """Check that dependencies, hand-overs and units hold at every instant, and the claims about the makespan."""
+    """Check that dependencies, hand-over times and units are respected at every instant, and check the makespans."""
     where = f"graph {graph.name}"
     if [a.segment for a in plan.assignments] != list(range(len(graph.segments))):
         fail("plan", f"expected one assignment per segment, got {[a.segment for a in plan.assignments]}", where)
@@ -80,7 +80,7 @@ def check_plan(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
 
 
 def _check_order_of_collectives(plan: Plan, graph: SegmentGraph) -> None:
-    """Check that segments with collectives run one after the other, in graph order, as on all other ranks."""
+    """Check that segments with collectives run in graph order without overlap, as on all other ranks."""
     communicating = [segment.id for segment in graph.segments if segment.has_collective]
     for first, second in itertools.pairwise(communicating):
         end, start = plan.assignments[first].end_ns, plan.assignments[second].start_ns
@@ -88,13 +88,13 @@ def _check_order_of_collectives(plan: Plan, graph: SegmentGraph) -> None:
             found = (
                 f"issues its collectives from {start} ns on, before those of segment {first} "
                 f"({graph.segments[first].name}) are done at {end} ns, which come first in the graph: other ranks keep "
-                "that order, and would exchange the wrong tensors or wait for ever"
+                "that order, and would exchange the wrong tensors or wait forever"
             )
             fail("plan", found, at_segment(graph, second))
 
 
 def _peak_bytes(plan: Plan, graph: SegmentGraph) -> int:
-    """Return the most bytes that buffers made by the graph and workspaces take at once, if all goes as planned."""
+    """Return the peak bytes of workspaces and of buffers made by the graph, if segments run at their planned times."""
     changes = []
     for segment, assignment in zip(graph.segments, plan.assignments, strict=True):
         changes += [(assignment.start_ns, segment.workspace_bytes), (assignment.end_ns, -segment.workspace_bytes)]

@@ -1,4 +1,4 @@
-"""Are waits, a memory plan and a program legal?"""
+"""Checks of sync plans, memory plans and programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> None:
     needed = needed_order(graph, plan)
     for producer, consumer in needed:
         if not before[consumer] >> producer & 1:
-            fail("sync plan", f"nothing makes it run after segment {producer}", at_segment(graph, consumer))
+            fail("sync plan", f"nothing orders it after segment {producer}", at_segment(graph, consumer))
     for wait in syncs.waits:
         at = at_segment(graph, wait.consumer)
         if lane_of[wait.producer] == lane_of[wait.consumer]:
@@ -84,7 +84,7 @@ def check_memory(
 
 
 def check_program(program: Program, graph: SegmentGraph, plan: Plan, syncs: SyncPlan, memory: MemoryPlan) -> None:
-    """Check by symbolic execution: launches, events, buffers, and exactly the happens-before of the sync plan."""
+    """Check launches, events and buffers by symbolic execution; the happens-before relation is the sync plan's."""
     where = f"program {program.name}"
     if (program.lanes, program.num_buffers) != (plan.lanes, len(graph.buffers)):
         fail("program", "lanes and buffers must be those of the plan and the graph", where)
@@ -92,11 +92,11 @@ def check_program(program: Program, graph: SegmentGraph, plan: Plan, syncs: Sync
         fail("program", "inputs and outputs must be those of the graph", where)
     _check_launches(program, graph, plan)
     before = _execute(program, graph)
-    promised = closure(direct_order(plan, syncs), [assignment.segment for assignment in plan.in_start_order()])
+    expected = closure(direct_order(plan, syncs), [assignment.segment for assignment in plan.in_start_order()])
     for segment in graph.segments:
-        if before[segment.id] != promised[segment.id]:
+        if before[segment.id] != expected[segment.id]:
             wrong = [
-                other.id for other in graph.segments if (before[segment.id] ^ promised[segment.id]) >> other.id & 1
+                other.id for other in graph.segments if (before[segment.id] ^ expected[segment.id]) >> other.id & 1
             ]
             fail(
                 "program",
@@ -163,7 +163,7 @@ def _execute(program: Program, graph: SegmentGraph) -> list[int]:
                 moved = True
     for lane, instructions in enumerate(program.instructions):
         if position[lane] < len(instructions):
-            found = f"lane {lane} waits for ever at instruction {position[lane]}, {instructions[position[lane]]}"
+            found = f"lane {lane} waits forever at instruction {position[lane]}, {instructions[position[lane]]}"
             fail("program", found, f"program {program.name}")
     return before
 

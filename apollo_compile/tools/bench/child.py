@@ -1,10 +1,9 @@
-"""The process of one variant: builds and compiles the task, and takes steps when it is asked to.
+"""The process of one variant: builds and compiles the task, and takes steps on request.
 
-serve(order)    until the parent closes the socket
+serve(order)    answers requests until the parent closes the socket
 
-What a step is, and what of it is compared, is the stepper's to say (`Variant.stepper`). That of this file takes
-forward, loss and backward, or forward alone, and compares loss and gradients of its first step; benchmarks derive
-others from it.
+The stepper (`Variant.stepper`) defines a step, and the values to compare. `Stepper` takes forward, loss and backward,
+or forward alone, and compares loss and gradients of its first step; benchmarks derive other steppers from it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from apollo_compile.tools.bench.numbers import Numbers, save_digest
 from apollo_compile.units import NS_PER_S
 
 MAX_WARMUP = 3000
-"""Most warm-up steps; then a variant is measured even if autotuning is not over. A comparison of short steps has
-fewer."""
+"""Limit of warm-up steps; then a variant is measured even if autotuning has not ended."""
 
 
 def serve(order: Mapping[str, Any]) -> None:
     """Run a child: answer requests until the parent closes the socket."""
-    faulthandler.enable()  # a crash says where it was
-    if order["variant"]["cores"] is not None:  # before torch counts them
+    faulthandler.enable()
+    if order["variant"]["cores"] is not None:  # before torch counts the cores
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["variant"]["cores"]])
     pipe = Connection(order["fd"])
     stepper: Stepper | None = None
@@ -74,7 +72,7 @@ class Stepper:
     """The built and compiled task in a child; a step is forward, loss and backward, or forward alone."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
-        """Build the task; an order is what the parent sends (`spawn`)."""
+        """Build the task of an order, which the parent sends (`spawn`)."""
         import torch
 
         from apollo_compile.device.cpu.execute import keep_memory
@@ -82,7 +80,7 @@ class Stepper:
         task, variant = order["task"], order["variant"]
         module, _, function = task["builder"].partition(":")
         for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(0)  # random weights and inputs are equal in all variants
+            seed(0)  # so that all variants have the same weights and inputs
         self.built = getattr(importlib.import_module(module), function)(**task["arguments"])
         self._device = next((parameter.device.type for parameter in self.built.model.parameters()), "cpu")
         self._is_training = task["mode"] == "train"
@@ -95,7 +93,7 @@ class Stepper:
         self.prepare(variant["backend"], dict(variant["options"]))
 
     def prepare(self, backend: str | None, options: dict[str, Any]) -> None:
-        """Compile the model, or leave it as it is where there is no backend."""
+        """Compile the model, if there is a backend."""
         import torch
 
         self._call: Callable[..., Any] = self.built.model
@@ -112,26 +110,26 @@ class Stepper:
         self.keep_first(loss)
         self.clear()
         if self._keeps_memory:
-            trim_memory()  # free memory from compiling; apollo does the same
+            trim_memory()  # free memory from compiling, as apollo does
         return cold_ns / NS_PER_S
 
     def keep_first(self, loss: Any) -> None:
-        """Keep loss and gradients of the first step."""
+        """Save loss and gradients of the first step."""
         parameters = self.built.model.named_parameters()
         gradients = {name: p.grad.float().numpy() for name, p in parameters if p.grad is not None}
         self._numbers = self.save_numbers(loss, gradients)
 
     def save_numbers(self, loss: Any, values: Mapping[str, npt.NDArray[np.float32]]) -> Numbers:
-        """Write what is compared, an array for each parameter besides the loss."""
+        """Save the values to compare: the loss and an array per parameter."""
         save_digest(self._digest, values)
         return {"loss": float(loss.detach()), "digest": str(self._digest)}
 
     def numbers(self) -> Numbers:
-        """Return what is compared with the reference."""
+        """Return the values to compare with the reference."""
         return self._numbers
 
     def warm_up(self, steps: int) -> int:
-        """Take at least `steps` steps, and more until autotuning is over; return the number of steps."""
+        """Take at least `steps` steps, and more until autotuning has ended; return the number of steps."""
         taken = 0
         while taken < steps or (taken < MAX_WARMUP and not self.is_settled()):
             self.step()
@@ -141,13 +139,13 @@ class Stepper:
         return taken
 
     def is_settled(self) -> bool:
-        """Return whether nothing is being decided by measuring any more."""
+        """Return whether autotuning has ended."""
         from apollo_compile.session.registry import is_settled
 
         return is_settled(self.built.model)
 
     def peak_bytes(self) -> int | None:
-        """Return the largest resident memory since the warm-up, or None if the system does not tell."""
+        """Return the largest resident memory in bytes since the warm-up; None if unknown."""
         return _peak_bytes() if self._watches_peak else None
 
     def ran(self) -> list[str]:
@@ -157,7 +155,7 @@ class Stepper:
         return variants_of(self.built.model)
 
     def run(self, untimed: int, timed: int) -> list[int]:
-        """Take steps; return the nanoseconds of the timed ones."""
+        """Take steps; return the nanoseconds of the timed steps."""
         times: list[int] = []
         for _ in range(untimed + timed):
             begin = time.perf_counter_ns()
@@ -167,7 +165,7 @@ class Stepper:
         return times[untimed:]
 
     def step(self) -> Any:
-        """Take one step, which is what is timed; return the loss."""
+        """Take one step, the timed part; return the loss."""
         import torch
 
         with (
@@ -180,6 +178,6 @@ class Stepper:
         return loss
 
     def clear(self) -> None:
-        """Drop what a step leaves behind, untimed."""
+        """Drop the gradients of a step, untimed."""
         for parameter in self.built.model.parameters():
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""What one has to know to take a measurement again."""
+"""Facts needed to reproduce a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apollo_compile.device.cpu.machine import cpu_model
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the facts needed to reproduce a measurement: versions, commit, CPU, cores."""
+    """Return versions, commit, CPU and number of cores."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""From the measured steps of all variants to numbers: speed-ups with their intervals, and differences from a reference.
+"""Statistics of the measured steps: speed-ups with intervals, and differences from a reference.
 
 collect(task, cold_s, numbers, times, peaks, ran) -> Measurement
 """
@@ -26,16 +26,16 @@ LOSS = "\0loss"
 
 
 class Numbers(TypedDict):
-    """What a child computed."""
+    """Values of a child to compare with the reference."""
 
     loss: float
     digest: str
-    """Path of an array for each parameter, as `save_digest` writes it."""
+    """Path of a file with an array per parameter, written by `save_digest`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Step times of one variant, and how it compares with the baseline."""
+    """Step times of one variant, and its speed-up over the baseline."""
 
     median_ns: float
     min_ns: float
@@ -44,30 +44,30 @@ class Summary:
     speedup: float
     """Median of the baseline over this median: above 1 is faster than the baseline."""
     speedup_low: float
-    """Ends of the 95 % bootstrap interval of the speed-up, over rounds."""
+    """Lower end of the 95 % bootstrap interval of the speed-up, over rounds."""
     speedup_high: float
+    """Upper end of this interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """Differences of the first step's numbers from the reference."""
+class NumericalDifference:
+    """Differences of the first step's loss and gradients from the reference."""
 
     loss_abs: float
     loss_rel: float
     gradient_abs: float
-    """Largest difference of any element."""
+    """Largest absolute difference of an element."""
     gradient_rel: float
-    """Largest over parameters of: largest difference over the largest element (see `compare_digests`)."""
+    """Largest relative difference of a parameter: largest difference over largest element (see `compare_digests`)."""
     worst: str
-    """The parameter with that difference."""
+    """The parameter with the largest relative difference."""
     gradient_scale: float
     """Largest element of the reference's gradients; if it is zero, the comparison is meaningless."""
     unmatched: tuple[str, ...]
-    """Parameters with a nonzero gradient in only one of the two; AOTAutograd makes zero gradients where eager has
-    none."""
+    """Parameters with a nonzero gradient on one side only; AOTAutograd makes zero gradients where eager has none."""
 
     def is_within(self, tolerance: float) -> bool:
-        """Return whether the numbers match the reference up to a relative `tolerance`; NaN never does."""
+        """Return whether the values match the reference up to a relative `tolerance`; NaN never matches."""
         return not self.unmatched and self.loss_rel <= tolerance and self.gradient_rel <= tolerance
 
 
@@ -77,16 +77,16 @@ class VariantResult:
 
     variant: str
     cold_s: float
-    """First step: compiling, and running once."""
+    """Duration of the first step, compile included."""
     rounds_ns: tuple[tuple[int, ...], ...]
     """Timed steps by round."""
     peak_bytes: int | None
-    """Largest resident memory of the process in its timed steps; None if the system does not tell."""
+    """Largest resident memory of the process in its timed steps; None if unknown."""
     loss: float
     summary: Summary
-    difference: Difference
+    difference: NumericalDifference
     ran: tuple[str, ...] = ()
-    """Variants that apollo ran in the end (`apollo_compile.ir.Variant`), each once; empty for other backends."""
+    """Distinct variants that apollo selected (`apollo_compile.ir.Variant`); empty for other backends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class Measurement:
     baseline: str
     reference: str
     cpu: str
-    """Vendor, model and features of the CPU that it was taken on."""
+    """Model, vendor and features of the CPU."""
     results: tuple[VariantResult, ...]
     efficiencies: Mapping[str, float] = field(default_factory=dict)
     """Parallel efficiency of variants: the fastest step on one core, divided by the number of cores and by the
@@ -109,7 +109,7 @@ class Measurement:
 
 
 def summarize(rounds_ns: Sequence[Sequence[int]], baseline_ns: Sequence[Sequence[int]], *, seed: int = 0) -> Summary:
-    """Return statistics of step times by round, compared with those of the baseline in the same rounds."""
+    """Return statistics of step times by round, compared with the baseline in the same rounds."""
     own, base = np.asarray(rounds_ns, dtype=np.float64), np.asarray(baseline_ns, dtype=np.float64)
     picks = np.random.default_rng(seed).integers(len(own), size=(_NUM_RESAMPLES, len(own)))
     ratios = _medians(base, picks) / _medians(own, picks)  # the same rounds of both, since a disturbance affects both
@@ -126,10 +126,10 @@ def summarize(rounds_ns: Sequence[Sequence[int]], baseline_ns: Sequence[Sequence
     )
 
 
-def compare_digests(digest: Mapping[str, Any], reference: Mapping[str, Any]) -> Difference:
+def compare_digests(digest: Mapping[str, Any], reference: Mapping[str, Any]) -> NumericalDifference:
     """Compare loss and gradients of one step with those of the reference.
 
-    A gradient that is zero in exact arithmetic, such as that of a key's bias, is noise in both. So the scale of a
+    A gradient that is zero in exact arithmetic, such as the gradient of a key's bias, is noise. So the scale of a
     parameter is its largest element, but at least a thousandth of the model's largest gradient.
     """
     names = sorted((set(digest) & set(reference)) - {LOSS})
@@ -143,7 +143,7 @@ def compare_digests(digest: Mapping[str, Any], reference: Mapping[str, Any]) -> 
         if not relative <= gradient_rel:  # NaN counts as the worst difference
             gradient_rel, worst = (relative, name) if gradient_rel == gradient_rel else (gradient_rel, worst)
     loss, expected = float(digest[LOSS]), float(reference[LOSS])
-    return Difference(
+    return NumericalDifference(
         loss_abs=abs(loss - expected),
         loss_rel=abs(loss - expected) / max(abs(expected), _TINY),
         gradient_abs=gradient_abs,
@@ -172,12 +172,12 @@ def collect(
     """Return the measurement of a task.
 
     Arguments:
-        task: what a step was.
+        task: the measured task.
         cold_s: by variant, seconds of the first step.
-        numbers: by variant, what is compared with the reference.
+        numbers: by variant, values to compare with the reference.
         times: by variant, nanoseconds of the timed steps by round.
         peaks: by variant, largest resident memory in bytes.
-        ran: by variant, what apollo ran in the end.
+        ran: by variant, the variants that apollo selected.
     """
     names = tuple(numbers)
     baseline = "inductor" if "inductor" in names else names[0]

@@ -9,7 +9,7 @@ from tabulate import tabulate
 from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from apollo_compile.tools.bench.numbers import Difference, Measurement, VariantResult
+    from apollo_compile.tools.bench.numbers import Measurement, NumericalDifference, VariantResult
 
 COLUMNS = (
     "variant",
@@ -24,30 +24,30 @@ COLUMNS = (
 )
 
 MIN_ROUNDS = 5
-"""Rounds below which no bootstrap interval is shown."""
+"""Least number of rounds for which a bootstrap interval is shown."""
 
 
 def format_measurement(measurement: Measurement) -> str:
-    """Return one row per variant; `speed-up` is over the baseline, differences are from the reference."""
+    """Return a table with a row per variant; `speed-up` is over the baseline, differences are from the reference."""
     compared = measurement.task.compared
     table: str = tabulate(
         [_row(measurement, result) for result in measurement.results],
         headers=(*COLUMNS, compared),
         disable_numparse=True,
     )
-    told = (
+    text = (
         f"{table}\n"
         f"speed-up: median of {measurement.baseline} over this median, above 1 is faster; "
         f"loss, {compared}: largest relative difference from {measurement.reference}\n"
-        f"taken in {measurement.task.dtype} on {measurement.cpu}"
+        f"measured in {measurement.task.dtype} on {measurement.cpu}"
     )
     ran = [f"{result.variant}: {', '.join(result.ran)}" for result in measurement.results if result.ran]
     if ran:
-        told += f"\nwhat ran in the end, chosen by measuring where there was a choice: {'; '.join(ran)}"
+        text += f"\nselected variants: {'; '.join(ran)}"
     if not measurement.efficiencies:
-        return told
+        return text
     shares = ", ".join(f"{name} {share:.2f}" for name, share in measurement.efficiencies.items())
-    return f"{told}\nefficiency: fastest step on one core, over the number of cores, over this median: {shares}"
+    return f"{text}\nefficiency: fastest step on one core, over the number of cores, over this median: {shares}"
 
 
 def _row(measurement: Measurement, result: VariantResult) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def _row(measurement: Measurement, result: VariantResult) -> tuple[str, ...]:
     )
 
 
-def _show_gradients(difference: Difference) -> str:
+def _show_gradients(difference: NumericalDifference) -> str:
     if difference.unmatched:
         return f"{len(difference.unmatched)} unmatched"
     if difference.gradient_scale == 0:  # inference, or a constant loss, such as a contrastive loss of one sample

@@ -1,4 +1,4 @@
-"""What is measured: a task, and the variants of a model that are compared on it."""
+"""The measured task, and the variants of a model that are compared on it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ DType = Literal["float32", "bfloat16"]
 
 TOLERANCES: Mapping[DType, float] = {"float32": 1e-3, "bfloat16": 5e-2}
 """Accepted relative difference of loss and gradients from the reference. float32 sums in another order differ by about
-1e-5 over a whole model. bfloat16 has 8 bits of precision, and compilers keep intermediate results in float32 that eager
-rounds: gradients of single elements differ by some percent."""
+1e-5 over a whole model. With bfloat16 (8 bits of precision), compilers keep intermediate results in float32 that eager
+rounds, so gradients of single elements differ by some percent."""
 
 Mode = Literal["train", "inference"]
 
@@ -22,14 +22,14 @@ class Variant:
 
     name: str
     backend: str | None
-    """None is eager."""
+    """Backend of `torch.compile`; None is eager."""
     options: Mapping[str, Any] = field(default_factory=dict)
     cores: int | None = None
-    """Cores that its process may use; None means the cores of this process."""
+    """Number of cores that its process may use; None means the cores of this process."""
     keeps_memory: bool = False
     """Whether its process gets apollo's allocator settings, which otherwise only `backend="apollo"` has."""
     stepper: str = "apollo_compile.tools.bench.child:Stepper"
-    """`module:class`, a `Stepper`: what a step of this variant is."""
+    """`module:class` of the `Stepper` that takes its steps."""
 
 
 INDUCTOR_MODES: tuple[Variant, ...] = (
@@ -44,8 +44,7 @@ INDUCTOR_MODES: tuple[Variant, ...] = (
         },
     ),
 )
-"""Inductor's default, and `mode="max-autotune-no-cudagraphs"` with the backends that multiply matrices on a CPU:
-`torch.compile` takes a mode or options, so these are the options that the mode stands for."""
+"""Inductor's default, and the options of `mode="max-autotune-no-cudagraphs"` with the GEMM backends of a CPU."""
 
 VARIANTS: tuple[Variant, ...] = (
     Variant(name="eager", backend=None),
@@ -59,14 +58,14 @@ KEPT_MEMORY: tuple[Variant, ...] = (
     Variant(name="inductor-kept-memory", backend="inductor", keeps_memory=True),
     Variant(name="eager-kept-memory", backend=None, keeps_memory=True),
 )
-"""The same code with apollo's allocator settings, to see how much of a gain is due to kept memory."""
+"""Inductor and eager with apollo's allocator settings, to see how much of a gain is due to kept memory."""
 
 ONE_CORE: tuple[Variant, ...] = (
     Variant(name="eager-one-core", backend=None, cores=1),
     Variant(name="inductor-one-core", backend="inductor", cores=1),
     Variant(name="apollo-one-core", backend="apollo", cores=1),
 )
-"""The same on one core, for `Measurement.efficiencies`."""
+"""Variants on one core, for `Measurement.efficiencies`."""
 
 AGAIN: tuple[Variant, ...] = (Variant(name="inductor-again", backend="inductor"),)
 """Inductor's default again, to see how much two processes with the same code differ."""
@@ -82,12 +81,12 @@ PLANS: tuple[Variant, ...] = tuple(
     )
     for variant in ("together", "apart")
 )
-"""The plan without autotuning; weight gradients are in their layers' segments, or in separate ones."""
+"""The plan without autotuning, with weight gradients in the segments of their layers or in separate segments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """The measured task: how a child builds it, and what a step is."""
+    """The measured task: its builder and its kind of step."""
 
     builder: str
     """`module:function`; it returns an object with `model`, `inputs` (keyword arguments) and `loss` (of the output)."""
@@ -95,9 +94,9 @@ class Task:
     """Keyword arguments of the builder, representable in JSON."""
     mode: Mode = "train"
     dtype: DType = "float32"
-    """With `bfloat16`, forward and loss are under `torch.autocast`; parameters and gradients stay float32."""
+    """Data type; for `bfloat16`, forward and loss run under `torch.autocast`, with float32 parameters and gradients."""
     compared: str = "gradients"
-    """What of the parameters its steppers compare besides the loss."""
+    """Name of the values of parameters that its steppers compare besides the loss."""
 
     @property
     def tolerance(self) -> float:

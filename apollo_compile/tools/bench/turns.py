@@ -1,9 +1,9 @@
-"""Variants take turns in processes of their own.
+"""Measure variants in turns, each in its own process.
 
     measure(task, variants) -> Measurement
 
-Note [idle children]: a child waits in a read on its socket. The OpenMP workers of its last step spin for some more
-milliseconds, so the parent pauses for PAUSE_S between turns.
+Note [idle children]: an idle child blocks in a read on its socket. The OpenMP workers of its last step spin for some
+milliseconds more, so the parent pauses for PAUSE_S between turns.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class Child(Protocol):
     """A process that runs one variant of a task."""
 
     def start(self) -> float:
-        """Build and take the cold step; return its seconds."""
+        """Build the task and take the cold step; return its seconds."""
 
     def warm_up(self, steps: int) -> int:
-        """Take at least `steps` steps, and more until autotuning is over; return the number of steps."""
+        """Take at least `steps` steps, and more until autotuning has ended; return the number of steps."""
 
     def run(self, untimed: int, timed: int) -> Sequence[int]:
-        """Take steps; return the nanoseconds of the timed ones."""
+        """Take steps; return the nanoseconds of the timed steps."""
 
     def peak_bytes(self) -> int | None:
         """Return the largest resident memory since the warm-up."""
 
     def ran(self) -> Sequence[str]:
-        """Return the variants that apollo runs, each once; empty for other backends."""
+        """Return the distinct variants that apollo runs; empty for other backends."""
 
     def numbers(self) -> Numbers:
-        """Return what is compared with the reference; asked last."""
+        """Return the values to compare with the reference; called last."""
 
 
 def measure(
@@ -70,14 +70,15 @@ def measure(
     """Measure `variants` of `task` interleaved, each in its own process.
 
     Arguments:
-        task: what a step is.
-        variants: speed-ups are over Inductor, differences against eager, or the first variant if they are absent.
-        rounds: turns of every variant.
-        steps_per_turn: timed steps of a turn.
+        task: the task to measure.
+        variants: variants to compare. Speed-ups are over Inductor, differences from eager; where one is not among them,
+            the first variant replaces it.
+        rounds: number of turns of every variant.
+        steps_per_turn: number of timed steps of a turn.
         warmup: least number of untimed steps of every variant before the first round; apollo takes more until
-            autotuning is over.
-        cold: give every child an empty Inductor cache, and let apollo ignore earlier runs, so that `cold_s` is a cold
-            compile.
+            autotuning has ended.
+        cold: give every child an empty Inductor cache, and make apollo ignore earlier processes, so that `cold_s`
+            includes a cold compile.
         progress: called with lines of text that describe the progress.
 
     Raises:
@@ -106,7 +107,7 @@ def measure_children(
     progress: Progress | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Measurement:
-    """Start the children one after the other, let them take turns, and summarize the times."""
+    """Start the children one after the other, run all turns, and summarize the times."""
     tell = progress or (lambda line: None)
     cold_s: dict[str, float] = {}
     for number, (name, child) in enumerate(children.items(), 1):
@@ -135,37 +136,37 @@ def turn_orders(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
 
 
 class ChildProcess:
-    """The parent's handle of a child: sends a request, waits for its answer."""
+    """The parent's handle of a child."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
         self._name, self._process, self._pipe, self._log = name, process, pipe, log
         self._request: tuple[Any, ...] = ()
 
     def start(self) -> float:
-        """See `Child`, as for all that follow."""
+        """Build the task and take the cold step; return its seconds."""
         return float(self.ask(("start",), _START_TIMEOUT_S))
 
     def warm_up(self, steps: int) -> int:
-        """Warm up."""
+        """Warm up; see `Child.warm_up`."""
         return int(self.ask(("warm_up", steps), _START_TIMEOUT_S))
 
     def run(self, untimed: int, timed: int) -> Sequence[int]:
-        """Take steps."""
+        """Take steps; see `Child.run`."""
         answer: Sequence[int] = self.ask(("run", untimed, timed), _TURN_TIMEOUT_S)
         return answer
 
     def peak_bytes(self) -> int | None:
-        """Return the peak."""
+        """Return the largest resident memory since the warm-up."""
         answer: int | None = self.ask(("peak_bytes",), _TURN_TIMEOUT_S)
         return answer
 
     def ran(self) -> Sequence[str]:
-        """Return what ran."""
+        """Return the distinct variants that apollo runs."""
         answer: Sequence[str] = self.ask(("ran",), _TURN_TIMEOUT_S)
         return answer
 
     def numbers(self) -> Numbers:
-        """Return what is compared."""
+        """Return the values to compare with the reference."""
         answer: Numbers = self.ask(("numbers",), _TURN_TIMEOUT_S)
         return answer
 
@@ -179,9 +180,9 @@ class ChildProcess:
         return self.receive(timeout_s)
 
     def send(self, request: tuple[Any, ...]) -> None:
-        """Send a request, so that several children can work on one at the same time; `receive` returns the answer."""
+        """Send a request without waiting, so that several children can work at once; `receive` returns the answer."""
         self._request = request
-        with contextlib.suppress(OSError):  # a child that died is told of by `receive`
+        with contextlib.suppress(OSError):  # `receive` reports a child that died
             self._pipe.send(request)
 
     def receive(self, timeout_s: float) -> Any:
@@ -201,11 +202,11 @@ class ChildProcess:
         return answer
 
     def has_answered(self) -> bool:
-        """Return whether `receive` would not wait: there is an answer to the last request, or the child died."""
+        """Return whether `receive` would return at once: there is an answer, or the child died."""
         return self._pipe.poll(0)
 
     def kill(self) -> None:
-        """End the child at once."""
+        """Kill the child."""
         self._process.kill()
 
     def _tail(self) -> str:
@@ -217,11 +218,11 @@ class ChildProcess:
 def spawn(
     task: Task, variant: Variant, folder: Path, *, cold: bool, cache: Path | None = None, patience_s: float = 20.0
 ) -> Iterator[ChildProcess]:
-    """Start the process of a variant, and end it after the `with`: by itself if it does so in `patience_s`.
+    """Start the process of a variant, and end it after the `with`; after `patience_s` it is killed.
 
-    Its output and what it writes go to files of the variant's name in `folder`; if `cold`, so does Inductor's cache,
-    or it is `cache`, which variants may share. They have no spaces, since Inductor's commands for the C++ compiler have
-    no quotes.
+    Its output and its digest go to files in `folder`, named by the variant. If `cold`, its Inductor cache is `cache`,
+    which variants may share, or a new directory in `folder`. Paths have no spaces, since Inductor does not quote them
+    in commands of the C++ compiler.
     """
     ours, theirs = socket.socketpair()
     name = variant.name.replace(" ", "-")

@@ -176,5 +176,5 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
         BalancedBatchSampler(COSTS, batch_size=1, num_replicas=2, rank=2)
     with pytest.raises(ValueError, match="num_replicas and rank are unknown"):
         BalancedBatchSampler(COSTS, batch_size=1)
-    with pytest.raises(ValueError, match="there are 250 samples, and a step takes 1024"):
+    with pytest.raises(ValueError, match="there are 250 samples, but a step needs 1024"):
         BalancedBatchSampler(COSTS, batch_size=512, num_replicas=2, rank=0, drop_last=True)

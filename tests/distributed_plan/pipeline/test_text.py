@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apollo_compile.distributed.pipeline.durations import Durations, Prediction
+from apollo_compile.distributed.pipeline.durations import Durations, StepPrediction
 from apollo_compile.distributed.pipeline.text import format_prediction
 from apollo_compile.distributed.pipeline.values import StageTimes
 from apollo_compile.units import NS_PER_MS
@@ -10,7 +10,7 @@ from apollo_compile.units import NS_PER_MS
 
 def test_a_prediction_says_what_it_was_made_from() -> None:
     """Stages as a range, encoders as sums of their segments."""
-    prediction = Prediction(
+    prediction = StepPrediction(
         durations=Durations(
             times=StageTimes(forward_ns=(NS_PER_MS, 3 * NS_PER_MS), backward_ns=(4 * NS_PER_MS,) * 2),
             forward_ns=((NS_PER_MS, NS_PER_MS), (5 * NS_PER_MS,)),

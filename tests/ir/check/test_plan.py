@@ -70,7 +70,7 @@ def test_a_plan_that_issues_collectives_in_another_order_is_refused() -> None:
         with pytest.raises(InvariantError, match=r"segment 3 .*") as caught:
             check.check_plan(wrong, made, table)
         assert "before those of segment 1 (m1) are done" in str(caught.value)
-        assert "exchange the wrong tensors or wait for ever" in str(caught.value)
+        assert "exchange the wrong tensors or wait forever" in str(caught.value)
     ordered = graph((), (0,), (), (2,), (1, 3), after={3: (1,)}, collectives=(1, 3))
     for order in ((0, 2, 1, 3, 4), (2, 0, 1, 3, 4)):
         check.check_plan(plan(ordered, "AABB*", costs=table, order=order), ordered, table)

@@ -36,7 +36,7 @@ def test_missing_and_superfluous_waits_are_refused() -> None:
     syncs = eliminate_syncs(GRAPH, PLAN)
     check.check_syncs(syncs, GRAPH, PLAN)
     first, second = syncs.waits
-    with pytest.raises(InvariantError, match="nothing makes it run after segment"):
+    with pytest.raises(InvariantError, match="nothing orders it after segment"):
         check.check_syncs(replace(syncs, waits=(first,), dropped=(second,)), GRAPH, PLAN)
     with pytest.raises(InvariantError, match="implied"):
         check.check_syncs(replace(syncs, waits=(*syncs.waits, first)), GRAPH, PLAN)
