@@ -17,13 +17,12 @@ class CompileBudget:
         self._share = share
         self._clock = clock
         self._spent_ns = self._trained_ns = 0
-        self._last_ns: int | None = None
+        self._last_ns = clock()
 
     def note_steps(self, count: int = 1) -> None:
         """Add the time since the last call as training time, of so many steps."""
         now = self._clock()
-        if self._last_ns is not None:
-            self._trained_ns += min(now - self._last_ns, count * MAX_STEP_NS)
+        self._trained_ns += min(now - self._last_ns, count * MAX_STEP_NS)
         self._last_ns = now
 
     def spend(self, ns: int) -> None:

@@ -14,8 +14,8 @@ End         After `MIN_ROUNDS`, a candidate is eliminated if it lost to the lead
             tie, in every round but one in eight: a one-sided sign test at about 5 %. The comparison ends when one
             candidate remains, when all that remain are tied beyond doubt, or after `MAX_ROUNDS`. The winner is the
             first candidate, in the order given (simplest first), whose median ratio to the leader is within a tie: a
-            more complicated variant has to be worth it. The winner need not be certain: the wrong one of two equals costs
-            nothing.
+            more complicated variant has to be worth it. The winner need not be certain: the wrong one of two equals
+            costs nothing.
 
 Guarantee: a round counts only if all candidates ran the same parts in it, including all required ones.
 """

@@ -47,7 +47,7 @@ class _FindingFile(Dated):
     finding: Finding
 
 
-_FINDINGS = FileFormat(kind="finding", number=4, content=_FindingFile, max_bytes=64 * 2**20, indent=None)
+_FINDINGS = FileFormat(kind="finding", number=5, content=_FindingFile, max_bytes=64 * 2**20, indent=None)
 """File format of findings; a plan of 10,000 segments takes about 2 MB."""
 
 

@@ -166,9 +166,9 @@ def test_a_store_that_fails_stops_the_rank() -> None:
         with pytest.raises(RankError) as raised:
             ranks.settle(topic, "mine")
         assert str(raised.value) == (
-            "this rank stops, since it cannot run the programs of the other ranks: 'round 3' was not settled with them: "
-            "DistNetworkError: Connection reset by peer; start the job again from its last checkpoint, or set "
-            "APOLLO_DISABLE=1 on all ranks"
+            "this rank stops, since it cannot run the programs of the other ranks: "
+            "'round 3' was not settled with them: DistNetworkError: Connection reset by peer; "
+            "start the job again from its last checkpoint, or set APOLLO_DISABLE=1 on all ranks"
         )
     with pytest.raises(RankError):
         ranks.enroll("layers", "graph0")

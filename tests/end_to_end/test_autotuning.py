@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from apollo_compile.session.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, STEPS_PER_TURN
 from torch import nn
 
 import apollo_compile
+from apollo_compile.autotune.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, PER_CALL
 from apollo_compile.device.cpu import execute
 from apollo_compile.ir import Variant
 from apollo_compile.planner import apart
@@ -40,8 +40,8 @@ AUTOTUNED = {
 }
 """The packaged profile gives two towers lanes on every machine with two cores; times measured on a busy one may not."""
 
-ENOUGH = 30 + (3 + 2 + 2) * MAX_ROUNDS * MAX_STEPS_PER_TURN
-"""Steps after which learning is over, and comparisons of three, of two with Inductor, and of two with a mixture."""
+ENOUGH = 30 + (2 + 2) * MAX_ROUNDS * MAX_STEPS_PER_TURN
+"""Steps after which learning is over, and two comparisons of two, the second with Inductor."""
 
 
 class Pictures(nn.Module):
@@ -91,7 +91,7 @@ def test_training_is_as_in_eager_while_the_variants_compete() -> None:
     """Every step runs another variant than some before it; no number shows that."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    steps = 3 * (MIN_ROUNDS + 1) * STEPS_PER_TURN  # into what follows the first comparison
+    steps = 3 * (MIN_ROUNDS + 1) * PER_CALL.steps_per_turn  # into what follows the first comparison
     eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
     variants: list[tuple[str, ...]] = []
 

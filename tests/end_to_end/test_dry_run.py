@@ -282,7 +282,7 @@ def test_what_cannot_be_planned_is_one_error() -> None:
         explain(nn.Linear(2, 2), torch.ones(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TargetError, match="kwargs is a Tensor: expected a mapping"):
         explain(nn.Bilinear(2, 2, 2), (torch.ones(2, 2),), torch.ones(2, 2))  # type: ignore[arg-type]
-    with pytest.raises(TargetError, match="no report of a Tensor: expected a module or a function that was compiled"):
+    with pytest.raises(TargetError, match="no report of a Tensor: expected a compiled module or function"):
         apollo_compile.report(torch.ones(2))  # type: ignore[arg-type]
 
 

@@ -15,9 +15,7 @@ from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import (
-    estimate_makespan,
     lanes_for,
-    make_list_plan,
     make_plan,
     make_serial_plan,
     to_problem,
@@ -148,20 +146,6 @@ def test_a_pinned_plan_may_use_any_lane() -> None:
     plan = make_plan(made, table, lanes=lanes, pinned=pinned)
     check_plan(plan, made, table)
     assert [each.lane for each in plan.assignments] == [10, 9]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_list_schedule_is_a_legal_plan_of_its_own(seed: int) -> None:
-    """It competes with the plan in the user's steps, so it keeps what a plan keeps, and takes what was foreseen."""
-    rng = random.Random(seed)
-    made = random_graph(rng, rng.randrange(2, 20))
-    lanes = random_lanes(rng)
-    table = random_costs(rng, made, lanes)
-    plan = make_plan(made, table, lanes=lanes, work_s=0.2)
-    listed = make_list_plan(made, table, plan)
-    check_plan(replace(listed, serial_ns=max(listed.serial_ns, listed.makespan_ns)), made, table)
-    assert listed.origin is Origin.GREEDY
-    assert listed.makespan_ns == estimate_makespan(made, table, lanes) >= plan.lower_bound_ns
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -26,7 +26,7 @@ def a_finding() -> Finding:
         observations=Observations(),
         plan=random_plan(rng, graph, lanes, random_costs(rng, graph, lanes)),
         variant="plan",
-        verdict=Verdict(winner="plan", selection=("plan",), standings=standings, num_steps=30),
+        verdict=Verdict(standings=standings, num_steps=30),
     )
 
 

@@ -11,8 +11,6 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.torch_bridge.dynamo_graph import text_of
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.interpret import run_as_traced
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
@@ -46,7 +44,7 @@ class Backend:
     """Keeps the graph that Dynamo passes, and runs it as it is."""
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.kept, self.text = KeptGraph(graph_module, example_inputs), text_of(graph_module, example_inputs)
+        self.kept = KeptGraph(graph_module)
         self.arguments: Sequence[Any] = ()
 
         def run(*arguments: Any) -> Any:
@@ -84,45 +82,3 @@ def test_a_kept_graph_computes_the_same_with_parameters_in_place() -> None:
     parameters = {id(parameter) for parameter in layer.parameters()}
     places = [index for index, each in enumerate(backend.arguments) if id(each) in parameters]
     assert sorted(forward["static_input_idxs"]) == places and backward["is_backward"]
-
-
-def test_a_kept_graph_of_sizes_that_change_computes_all_of_them() -> None:
-    """With the symbols of Dynamo's trace, and no more assumed about them than Dynamo's guards check."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    backend, layer = Backend(), nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    compiled = torch.compile(layer, backend=backend, dynamic=True)
-    compiled(torch.randn(4, 3))
-    sized = [backend.arguments[place] for place in backend.kept.sized]
-    assert [each if isinstance(each, int) else each.shape for each in sized] == [4, (4, 3)]
-    run, (forward, _) = backend.compile()
-    assert forward["static_input_idxs"]
-    expected = compiled(torch.randn(7, 3))
-    (actual,) = run(*backend.arguments)
-    torch.testing.assert_close(actual, expected)
-    wanted = torch.autograd.grad(expected.sum(), list(layer.parameters()))
-    torch.testing.assert_close(torch.autograd.grad(actual.sum(), list(layer.parameters())), wanted)
-    other = Backend()
-    torch._dynamo.reset()
-    torch.compile(layer, backend=other, dynamic=True)(torch.randn(4, 3))
-    kept = other.kept
-    with pytest.raises(UnsupportedGraphError, match="some of the dynamic sizes only"), kept.compiling(()) as (_, fakes):
-        assert bool(fakes[kept.sized[0]] < 5)
-
-
-def test_equal_graphs_have_equal_texts() -> None:
-    """In every process; another size, another operator or no gradients make another text."""
-    texts = []
-    for width, operator, has_gradients in (
-        (3, torch.sin, True),
-        (3, torch.sin, True),
-        (4, torch.sin, True),
-        (3, torch.cos, True),
-        (3, torch.sin, False),
-    ):
-        torch._dynamo.reset()
-        backend = Backend()
-        with torch.set_grad_enabled(has_gradients):
-            torch.compile(lambda x, f=operator: f(x) + 1, backend=backend)(torch.ones(2, width))
-        texts.append(backend.text)
-    assert texts[0] == texts[1] and len(set(texts)) == 4

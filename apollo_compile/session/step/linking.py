@@ -147,7 +147,7 @@ class Linker:
             budget=self._budget,
             is_compared=is_compared,
             rivals={} if target.captures else make_rivals(program),
-            prepare_whole=partial(self._add_whole, program, graph, compose),
+            prepare_whole=partial(self._add_whole, program, graph, compose) if graph.may_compile_whole else None,
             leave_loop=partial(setattr, graph.model.tuner, "is_paused", False),
         )
 

@@ -70,6 +70,11 @@ class LossGraph:
         is_known = not self.model.target.captures or self.sightings.num_steps >= FEWEST_STEPS
         return is_known and self.model.state().stage is not Stage.MEASURING
 
+    @property
+    def may_compile_whole(self) -> bool:
+        """Whether Inductor may compile its forward and its backward whole."""
+        return all(graph.compile_whole is not None for graph in self.model.graphs)
+
     def unlink(self) -> None:
         """Forget its programs, whose parameters are not those of the model any more."""
         self.drop_programs()

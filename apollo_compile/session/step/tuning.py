@@ -40,7 +40,7 @@ class StepTuner:
         budget: training time that compiles of late candidates may take.
         is_compared: whether variants are compared; if not, the program runs.
         rivals: make what else takes such steps, by variant.
-        prepare_whole: adds the variant `INDUCTOR`, Inductor's whole graphs in turn.
+        prepare_whole: adds the variant `INDUCTOR`, Inductor's whole graphs in turn; None if that cannot be compiled.
         leave_loop: called where the loop is the fastest, so that its graphs are compared by themselves.
     """
 
@@ -52,7 +52,7 @@ class StepTuner:
         budget: CompileBudget,
         is_compared: bool,
         rivals: Mapping[Variant, Callable[[], Rival]],
-        prepare_whole: Callable[[], None],
+        prepare_whole: Callable[[], None] | None,
         leave_loop: Callable[[], None],
     ) -> None:
         self.program = program
@@ -170,7 +170,7 @@ class StepTuner:
 
     # ------------------------------------------------------------------------------------------------- its parts
 
-    def _candidates(self, prepare_whole: Callable[[], None]) -> list[Candidate]:
+    def _candidates(self, prepare_whole: Callable[[], None] | None) -> list[Candidate]:
         program = self.program
         own = {each: Candidate(variant=each) for each in (Variant.LOOP, *program.variants.available)}
         for variant in self._rivals:
@@ -180,7 +180,7 @@ class StepTuner:
                 cost_ns=compile_ns(program),
                 is_ready=partial(self._is_ready, variant),
             )
-        if Variant.TRACED not in own:  # it is Inductor's code of the whole step, too
+        if Variant.TRACED not in own and prepare_whole is not None:  # it is Inductor's code of the whole step, too
             own[Variant.INDUCTOR] = Candidate(
                 variant=Variant.INDUCTOR, prepare=prepare_whole, is_late=True, cost_ns=compile_ns(program)
             )

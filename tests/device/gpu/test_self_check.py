@@ -136,11 +136,11 @@ def test_without_an_error_there_is_no_complaint(tmp_path: Path) -> None:
 def test_targets_hand_on_the_complaint() -> None:
     """A CPU has none."""
     config = load_config()
-    assert CpuTarget(default_profile(2), config).complaint() is None
+    assert CpuTarget(default_profile(2), config).unavailable_reason() is None
     sheet, device = load_profile(Path("h200")), torch.device("cpu")
-    assert GpuTarget(FakeGpu(), sheet, config, device=device).complaint() is None
+    assert GpuTarget(FakeGpu(), sheet, config, device=device).unavailable_reason() is None
     asked = GpuTarget(FakeGpu(), sheet, config, device=device, find_complaint=lambda: "hand-overs: late")
-    assert asked.complaint() == "hand-overs: late"
+    assert asked.unavailable_reason() == "hand-overs: late"
 
 
 @pytest.mark.parametrize(
