@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.exc import BackendCompilerFailed
 
-from apollo_compile import __version__, backend
+from apollo_compile import __version__
 from apollo_compile.device.cpu.execute import available_units
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks, Store
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Plan
-from apollo_compile.session import registry
+from apollo_compile.session import backend, registry
 from apollo_compile.session.learner import OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.models import NEVER_AS_LONG_NS, STRICT, TwoTowers, two_tower_inputs

@@ -325,7 +325,7 @@ def test_torchs_own_switches_show_what_apollo_did(tmp_path: Path) -> None:
         "import torch; from apollo_compile.tools.explain import explain\n"
         "model = torch.nn.Linear(8, 8)\n"
         "explain(model, (torch.ones(2, 8),), options={'device.units': 1})\n"
-        "import logging; logging.getLogger('apollo_compile.backend').debug('heard')\n"
+        "import logging; logging.getLogger('apollo_compile.session').debug('heard')\n"
     )
     environment = {**os.environ, "TORCH_LOGS": "+apollo_compile", "TORCH_TRACE": str(tmp_path / "trace")}
     done = subprocess.run(

@@ -18,9 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apollo_compile import backend
 from apollo_compile.config import Config, load_config
-from apollo_compile.session import registry
+from apollo_compile.session import backend, registry
 
 FOLDER = Path(__file__).parents[2] / "examples"
 BODIES = ["eager", pytest.param("native", marks=pytest.mark.soak)]

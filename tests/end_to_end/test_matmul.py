@@ -16,12 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from apollo_compile import backend
 from apollo_compile.device.cpu import matmul_libraries
 from apollo_compile.device.cpu import target as cpu_target
 from apollo_compile.device.cpu.matmul_libraries import Libraries
 from apollo_compile.distributed.ranks import Ranks, Store
-from apollo_compile.session import registry
+from apollo_compile.session import backend, registry
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.interpret import real_tensors
 from apollo_compile.torch_bridge.onednn import Matmul

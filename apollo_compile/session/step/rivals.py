@@ -7,13 +7,16 @@ TracedStep          forward and backward of all micro-batches, as Dynamo traces 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from apollo_compile.autotune.tuner import CandidateError
+from apollo_compile.config import Config
 from apollo_compile.ir import Variant
 from apollo_compile.operators.entry import WorkKind
 from apollo_compile.operators.table import find_operator
@@ -21,7 +24,10 @@ from apollo_compile.progress import Progress
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
+from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
+
+_logger = logging.getLogger(__name__)
 
 RIVALS = (Variant.EAGER, Variant.TRACED)
 """Variants of a step that are not made of its program."""
@@ -254,3 +260,36 @@ def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
 def _norm_of(gradient: torch.Tensor) -> float:
     elements = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     return float(torch.linalg.vector_norm(elements, dtype=torch.float64))
+
+
+def make_rivals(
+    program: StepProgram,
+    loss_of: Callable[[Any], torch.Tensor],
+    compiled: Callable[[Any], torch.Tensor],
+    config: Config,
+) -> Mapping[Variant, Callable[[], Rival]]:
+    """Return functions that make the rivals of a program, by variant.
+
+    Arguments:
+        program: of the same step.
+        loss_of: returns the loss of a micro-batch, not compiled.
+        compiled: the same, compiled.
+        config: its options apply.
+    """
+    inductor = inductor_settings(config.mode, config.inductor)
+    if config.runtime.bodies == "eager":  # which draw the random numbers of eager
+        inductor["fallback_random"] = True
+    rivals: dict[Variant, Callable[[], Rival]] = {}
+    if not (keeps_order(program.micro) or is_autocast_on(program.micro.device)):
+        rivals[Variant.EAGER] = partial(EagerLoop, loss_of)
+    reason = reason_against_traced(program)
+    if reason is None:
+        rivals[Variant.TRACED] = partial(TracedStep, program, loss_of, compiled, inductor, compile_ns(program))
+    else:
+        _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
+    return rivals
+
+
+def is_autocast_on(device: torch.device) -> bool:
+    """Return whether operators on this device run under autocast."""
+    return torch.is_autocast_enabled(device.type)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from apollo_compile.errors import TargetError
 from apollo_compile.torch_bridge.trees import flatten
+
+Split = Callable[[Any, int], Sequence[Any]]
+"""`split(batch, k)` returns k micro-batches."""
+
+Weigh = Callable[[Any], float]
+"""`weigh(micro_batch)` returns its weight, such as its number of tokens."""
 
 
 def split_evenly(batch: Any, count: int) -> Sequence[Any]:

@@ -87,7 +87,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, units: int) -> FakeGpu:
     def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
         return GpuTarget(gpu, profile, config, device=torch.device("cpu")), None
 
-    monkeypatch.setattr("apollo_compile.backend.open_target", open_target)
+    monkeypatch.setattr("apollo_compile.session.backend.open_target", open_target)
     interpret_plainly(monkeypatch)
     torch._dynamo.reset()
     return gpu

@@ -1,0 +1,185 @@
+"""The compiled loss function of a step: a graph of its own for frequent kinds of micro-batches, pieces for others.
+
+CompiledLoss(model, loss_fn, options).compute(part) -> what the loss function returns
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from apollo_compile.errors import TargetError
+from apollo_compile.reports.values import State
+from apollo_compile.session.backend import compile_dynamo_graph
+from apollo_compile.session.step.linking import STAYS, owned_by
+from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
+from apollo_compile.session.step.split import kind_of
+from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
+
+_logger = logging.getLogger(__name__)
+
+LossFunction = Callable[[nn.Module, Any], Any]
+"""`loss_fn(model, micro_batch)` returns the loss, or a tuple that begins with it."""
+
+FREQUENT = 3
+"""Steps of a kind of micro-batch after which it gets a graph of its own; others share one for all sizes."""
+
+MAX_KINDS = 64
+"""Kinds whose steps are counted: the latest."""
+
+
+class CompiledLoss:
+    """The compiled loss function, and its graphs.
+
+    Arguments:
+        model: the module that is trained.
+        loss_fn: computes the loss of a micro-batch.
+        options: of the backend.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, options: Mapping[str, Any]) -> None:
+        self.graphs: weakref.WeakSet[LossGraph] = weakref.WeakSet()
+        """Graphs of the loss function that ran."""
+        self.why_not_one_graph = ""
+        """Why the loss function runs in pieces; empty if it does not."""
+        self._model = model
+        self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
+        """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
+        self._num_seen: dict[Hashable, int] = {}
+        """Number of steps that the latest kinds of micro-batches had."""
+        self._first_kinds: dict[int, Hashable] = {}
+        """The first kind of micro-batch, by number of micro-batches in a step."""
+        self._is_full = False
+        """Whether Dynamo compiles no more graphs."""
+        weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
+        self.notes = Notes(lambda: owned_by(weakly()))
+        weakref.finalize(self, _unlink, self.graphs).atexit = False
+
+        def loss_of(part: Any) -> Any:
+            return loss_fn(model, part)
+
+        def loss_of_any(part: Any) -> Any:  # a code object of its own, whose compiles count apart
+            return loss_fn(model, part)
+
+        # Dynamo keeps backends for good.
+        backend = partial(_compile_and_note, weakref.ref(self.notes), options)
+        self.call = compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True)
+        """Calls the loss function as it is compiled in one graph."""
+        self._in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
+
+    def compute(self, part: Any) -> Any:
+        """Call the loss function, compiled for this kind of micro-batch, or for all sizes and in pieces."""
+        if not self._has_own_graph(part):
+            return self._in_pieces(part)
+        try:
+            return self.call(part)
+        except Exception as error:  # of a compile, before anything ran
+            problem, is_hit = problem_of(error), is_limit_hit(error)
+            if problem is None:
+                raise
+        loss = self._in_pieces(part)  # an error of the loss function itself says nothing of the next batch
+        self._graph_of.pop(self.key_of([part]), None)
+        if is_hit:
+            self._note_limit()
+        elif not self.why_not_one_graph:
+            self.why_not_one_graph = f"the loss function is not one graph: {problem}"
+            _logger.info("%s: %s", STAYS, self.why_not_one_graph)
+        return loss
+
+    def key_of(self, parts: Sequence[Any]) -> Hashable:
+        """Return the key of the graph that these micro-batches share; None if they are not alike."""
+        kind = kind_of(parts)
+        return None if kind is None else (kind, self._model.training)
+
+    def note_step(self, parts: Sequence[Any]) -> tuple[Hashable, LossGraph | None]:
+        """Count the kinds of a step's micro-batches; return their key, and the graph that ran for it last."""
+        key = self.key_of(parts)
+        for kind in {key} if key is not None else {self.key_of([part]) for part in parts}:
+            self._first_kinds.setdefault(len(parts), kind)
+            self._num_seen[kind] = self._num_seen.pop(kind, 0) + 1
+            if len(self._num_seen) > MAX_KINDS:
+                del self._num_seen[next(iter(self._num_seen))]
+        return key, None if key is None else self._graph_of.get(key)
+
+    def note_graph(self, key: Hashable, graph: LossGraph) -> None:
+        """Note that this graph ran for these micro-batches."""
+        self._graph_of[key] = graph
+        self.graphs.add(graph)
+
+    def note_inputs(self, parts: Sequence[Any], graph: LossGraph) -> Sequence[Noted] | None:
+        """Return the inputs that Dynamo gives to the graph for every micro-batch; None where it calls another one."""
+        with self.notes.noting() as noted:
+            try:
+                for part in parts:
+                    self.call(part)
+            except NotLinkedError:
+                return None
+            except Exception as error:
+                if problem_of(error) is None:
+                    raise
+                return None  # the loop runs this one in pieces
+        return None if any(each.graph is not graph for each in noted) else noted
+
+    @property
+    def waiting(self) -> list[State]:
+        """The states of graphs that no program has been made of yet."""
+        return [graph.model.state() for graph in self.graphs if not graph.outcomes]
+
+    def _has_own_graph(self, part: Any) -> bool:
+        """Whether a kind of micro-batch has a graph of its own or is to get one, as the first and frequent ones do."""
+        key = self.key_of([part])
+        if key in self._graph_of or self._is_full or self.why_not_one_graph:
+            return key in self._graph_of
+        return key in self._first_kinds.values() or self._num_seen.get(key, 0) >= FREQUENT
+
+    def _note_limit(self) -> None:
+        """Note that Dynamo compiles no more: graphs that it has still run, and it is not asked for others again."""
+        if not self._is_full:
+            _logger.info(
+                "%d graphs of the loss function are compiled, Dynamo's limit; other batches run in pieces",
+                len(self.graphs),
+            )
+        self._is_full = True
+
+
+def loss_in(returned: Any) -> torch.Tensor:
+    """Return the loss that a loss function returned.
+
+    Raises:
+        TargetError: it is no tensor without dimensions, nor a tuple that begins with one.
+    """
+    loss = returned[0] if isinstance(returned, tuple | list) else returned
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        raise TargetError(
+            f"the loss function returned a {type(loss).__name__}{shape} as the loss; expected a tensor without "
+            "dimensions, or a tuple that begins with one"
+        )
+    return loss
+
+
+def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:
+    """Drop the memory of a step that is gone; Dynamo keeps its graphs."""
+    for graph in graphs:
+        graph.unlink()
+        graph.model.target.keep_only(())
+
+
+def _compile_and_note(
+    reference: weakref.ref[Notes],
+    options: Mapping[str, Any],
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+) -> Callable[..., Any]:
+    notes = reference()
+    compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options, is_for_step=True)
+    if model is None or notes is None:
+        return compiled
+    return LossGraph(compiled=compiled, model=model, notes=reference)

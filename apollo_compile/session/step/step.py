@@ -1,0 +1,281 @@
+"""One training step per call: `Step`.
+
+The first steps are the plain loop, over the loss function as `torch.compile(backend="apollo")` compiles it. When its
+plans are final, what was compiled is linked into one program (`linking.py`), and in the steps that follow the program,
+the loop and steps that are not made of it (`rivals.py`) take turns until the fastest is known (`tuning.py`). A step
+that cannot be linked stays the loop, and one line says why.
+
+A program takes its inputs from Dynamo, whose guards hold: Note [guards] in `notes.py`.
+
+Guarantees: losses and gradients are those of the loop, with sums in the same order; parameters are updated by the
+user's own optimizer, module by module where it treats every parameter by itself (`torch_bridge/optimizers.py`), else at
+the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from apollo_compile.autotune.tuner import CandidateError
+from apollo_compile.config import load_config
+from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
+from apollo_compile.ir import Variant
+from apollo_compile.reports.values import Stage, State
+from apollo_compile.session.step.linking import Linker
+from apollo_compile.session.step.loss import CompiledLoss, LossFunction, loss_in
+from apollo_compile.session.step.notes import LossGraph, Noted
+from apollo_compile.session.step.program import StepProgram, leave_gradients
+from apollo_compile.session.step.rivals import RIVALS, Rival, add_gradients, is_autocast_on, make_rivals, weighted_sum
+from apollo_compile.session.step.split import Split, Weigh
+from apollo_compile.session.step.tuning import StepTuner
+
+_logger = logging.getLogger(__name__)
+
+
+class Step:
+    """One training step per call; see `compile_step`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        microbatches: int,
+        clip_grad_norm: float | None,
+        split: Split,
+        weigh: Weigh | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.config = load_config(options)
+        self._model = model
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._clip_grad_norm = clip_grad_norm
+        self._split = split
+        self._weigh = weigh
+        self._linker = Linker(model, optimizer, clip_grad_norm, self.config)
+        self._loss = CompiledLoss(model, loss_fn, options)
+        self._has_stepped = False
+        """Whether a loop has stepped the optimizer."""
+        self._settings: dict[str, Any] = {
+            "microbatches": microbatches,
+            "clip_grad_norm": clip_grad_norm,
+            "split": split,
+            "weigh": weigh,
+            "options": options,
+        }
+        self._num_steps = 0
+        self._num_micro_batches = microbatches
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Take one step; return the weighted mean of the losses, without a graph.
+
+        Raises:
+            TargetError: the batch cannot be split, weights have no sum to divide by, or no loss is returned.
+            Exception: whatever the model, the loss function or the optimizer raises.
+        """
+        return self._take(list(self._split(batch, self._num_micro_batches)))
+
+    def __reduce__(self) -> tuple[Callable[..., Step], tuple[Any, ...]]:
+        """Copy or pickle what it was made of: copies of model and optimizer get a step of their own."""
+        return partial(Step, **self._settings), (self._model, self._loss_fn, self._optimizer)
+
+    # ------------------------------------------------------------------------------------------ what reports ask
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The winners and their times, for every kind of step that was linked; for the others, why they are loops."""
+        loops = [f"{Variant.LOOP}: {reason}" for reason in self.reasons_for_loops]
+        return [*loops, *(str(tuner) for tuner in self.tuners)]
+
+    @property
+    def tuners(self) -> list[StepTuner]:
+        """The tuners of all programs: one for every kind of batch."""
+        outcomes = (each for graph in self._loss.graphs for each in graph.outcomes.values())
+        return [each for each in outcomes if isinstance(each, StepTuner)]
+
+    @property
+    def reasons_for_loops(self) -> list[str]:
+        """Why steps of some kind can only run as a loop."""
+        outcomes = (each for graph in self._loss.graphs for each in graph.outcomes.values())
+        refused = (each for each in outcomes if isinstance(each, str))
+        return list(dict.fromkeys(filter(None, [self._loss.why_not_one_graph, *refused])))
+
+    @property
+    def loops_first(self) -> list[State]:
+        """The states of graphs that run as a loop until their plans are final."""
+        return [
+            replace(state, stage=Stage.MEASURING, detail=f"the loop first: {state.detail}")
+            for state in self._loss.waiting
+        ]
+
+    # -------------------------------------------------------------------------------------------- taking a step
+
+    def _take(self, parts: Sequence[Any]) -> torch.Tensor:
+        """Take a step of these micro-batches, and link what it ran if that is to be a program."""
+        self._num_steps += 1
+        weights = self._weights_of(parts)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        key, expected = self._loss.note_step(parts)
+        tuner = None if expected is None else expected.outcomes.get(len(parts))
+        if isinstance(tuner, StepTuner) and tuner.program.variants.target.is_capturing():
+            tuner = None  # the user captures the loop
+        if expected is not None and isinstance(tuner, StepTuner):
+            variant = tuner.begin_step(self._num_steps)
+            begin = time.perf_counter_ns()
+            loss = self._run(variant, tuner, expected, parts, weights)
+            if loss is not None:
+                tuner.record(time.perf_counter_ns() - begin)
+                return loss
+        begin = time.perf_counter_ns()
+        self._loss.notes.begin_loop(self._num_steps, len(parts))
+        loss = self._run_loop(parts, weights)
+        graph = self._loss.notes.latest
+        if graph is None or key is None:  # micro-batches that are not alike have no program
+            return loss
+        if graph is expected and isinstance(tuner, StepTuner) and variant is Variant.LOOP:
+            tuner.record(time.perf_counter_ns() - begin)
+        self._loss.note_graph(key, graph)
+        if len(parts) not in graph.outcomes and graph.is_ready:
+            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_rivals)
+        return loss
+
+    def _run(
+        self, variant: Variant, tuner: StepTuner, graph: LossGraph, parts: Sequence[Any], weights: Sequence[float]
+    ) -> torch.Tensor | None:
+        """Take the step as this variant; None where that is a loop, or has to be one this time."""
+        if variant is Variant.LOOP:
+            return None
+        program = tuner.program
+        reason = program.reason_for_loop()
+        if reason is not None:
+            tuner.hold_back(reason)
+            return None
+        if variant is Variant.EAGER and is_autocast_on(program.micro.device):
+            return None  # autocast would keep copies of weights from step to step
+        if variant is Variant.EAGER:  # which needs no guards
+            return self._run_rival(variant, tuner, parts, weights)
+        noted = self._note_inputs(parts, tuner, graph)
+        if noted is None:
+            return None
+        if variant in RIVALS:  # guards of a traced step know nothing of parameters that get gradients only now
+            return self._run_rival(variant, tuner, parts, weights)
+        try:
+            program.variants.use(variant)
+            losses, gradients = program.run([each.inputs for each in noted], weights)
+        except NotReplayedError as error:
+            tuner.hold_back(str(error))
+            return None
+        except CaptureError as error:
+            if self.config.debug.strict:
+                raise
+            tuner.drop(variant, error)
+            return None
+        for each, loss in zip(noted, losses, strict=True):  # the loss function may have kept it
+            each.loss.copy_(loss)
+        tuner.held_back = None
+        leave_gradients(program.parameters, gradients)
+        if program.optimizer is None and self._optimizer is not None:
+            self._optimizer.step()
+        return weighted_sum(losses, weights)
+
+    def _note_inputs(self, parts: Sequence[Any], tuner: StepTuner, graph: LossGraph) -> Sequence[Noted] | None:
+        """Return the inputs of the program; None where Dynamo calls another graph, or they are others than expected."""
+        noted = self._loss.note_inputs(parts, graph)
+        if noted is None:
+            return None
+        given = [each.inputs for each in noted]
+        if not tuner.program.takes(given):
+            graph.unlink()
+            return None
+        if differing := tuner.program.find_differing(given):
+            graph.sightings.separate(differing)
+            graph.drop_programs()
+            return None
+        if (reason := tuner.program.reason_against(given)) is not None:
+            tuner.hold_back(reason)
+            return None
+        return noted
+
+    def _run_rival(
+        self, variant: Variant, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]
+    ) -> torch.Tensor | None:
+        """Take the step as a rival of the program does; None where that cannot be compiled."""
+        rival = tuner.get_rival(variant)
+        try:
+            loss = rival.take(parts, weights)
+        except CandidateError as error:
+            tuner.drop_rival(variant, error)
+            return None
+        tuner.held_back = None
+        if loss is not None:
+            self._finish()
+        return loss
+
+    def _make_rivals(self, program: StepProgram) -> Mapping[Variant, Callable[[], Rival]]:
+        """Return what makes the rivals of a program; none of it refers to this step, which goes when users drop it."""
+        loss_of, compiled = partial(_loss_of, self._loss_fn, self._model), partial(_compute_loss, self._loss.call)
+        return make_rivals(program, loss_of, compiled, self.config)
+
+    def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        try:
+            losses = self._add_gradients(parts, weights)
+        except torch.OutOfMemoryError:
+            if self._optimizer is None or not self._give_way():  # gradients from before the step would be lost
+                raise
+            losses = None
+        if losses is None:  # not in the handler, which holds what failed
+            assert self._optimizer is not None
+            self._optimizer.zero_grad()
+            losses = self._add_gradients(parts, weights)
+        self._finish()
+        return weighted_sum(losses, weights)
+
+    def _add_gradients(self, parts: Sequence[Any], weights: Sequence[float]) -> list[torch.Tensor]:
+        """Add gradients of all micro-batches; return their losses."""
+        return add_gradients(lambda part: loss_in(self._loss.compute(part)), parts, weights)
+
+    def _give_way(self) -> bool:
+        """Release the CUDA graphs of programs for a loop that finds no memory; return whether there are any."""
+        targets = {id(graph.model.target): graph.model.target for graph in self._loss.graphs if graph.outcomes}
+        held = [target for target in targets.values() if target.captures]
+        for target in held:
+            target.keep_only(())
+        if held:
+            _logger.warning("a loop over micro-batches has no memory: CUDA graphs of whole steps are released for it")
+        return bool(held)
+
+    def _finish(self) -> None:
+        """Clip gradients and step the optimizer."""
+        if self._clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad_norm)
+        if self._optimizer is not None:
+            if not self._has_stepped:  # its state stays; in the place of activations it would keep the rest of theirs
+                torch.cuda.empty_cache()
+            self._has_stepped = True
+            self._optimizer.step()
+
+    def _weights_of(self, parts: Sequence[Any]) -> Sequence[float]:
+        counts = [1.0 if self._weigh is None else float(self._weigh(part)) for part in parts]
+        if not sum(counts) or not math.isfinite(sum(counts)):
+            raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a finite sum other than zero")
+        return [count / sum(counts) for count in counts]
+
+
+def _compute_loss(compiled: Callable[[Any], Any], part: Any) -> torch.Tensor:
+    return loss_in(compiled(part))
+
+
+def _loss_of(loss_fn: LossFunction, model: nn.Module, part: Any) -> torch.Tensor:
+    return loss_in(loss_fn(model, part))
