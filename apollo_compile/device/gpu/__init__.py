@@ -8,8 +8,6 @@
     copies.py    copies of tensors that keep their layouts, and what they share
     torch_capture.py  captures with torch's own class; what to do if that fails
     memory.py    CUDA graphs that are alive: those of a model, and those of a device
-    lending.py   decides how long gradients live: whether they are lent, in slots, or copied out
-    slots.py     memory for gradients that live on while the next forward runs
     whole.py     a whole graph of Inductor as a program of one segment
     measure.py   times every body on every quota
     urgency.py   priorities of lanes that share SMs

@@ -10,12 +10,9 @@ in place    Parameters, inputs that the graph writes to, those that stayed where
             addresses are unchanged.
 copied in   All other inputs.
 copied out  Outputs that the user sees, who may still read them when the next step overwrites the graph's memory.
-lent        Gradients stay in the graph's memory, and the caller gets views of it, where training releases them before
-            the next forward.
-in slots    Gradients that are zeroed between forward and backward are copied to memory of their own inside the CUDA
-            graph, and the caller gets views of it (`slots.py`). Those that live longer are copied out, and others that
-            are added to them are lent. If one is in use where a replay would overwrite it, the run is launched, and the
-            graphs are captured again if they have to be others (`lending.py`).
+lent        Gradients stay in the graph's memory, and the caller gets views of it. If one is in use when a forward
+            begins, that run is launched, and the gradients of the model are copied out from then on, by graphs that are
+            captured again. Those of several ranks are always copied out.
 saved       Tensors that a forward saves for its backward stay in the graph's memory, and the caller gets views of it.
 
 The forwards and backwards of a model, of every variant, share one memory pool and overlay each other in it: on every
@@ -45,7 +42,6 @@ lanes. A backward is captured after its forward.
 
 from __future__ import annotations
 
-import functools
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -74,7 +70,6 @@ from apollo_compile.ir import (
 )
 from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
 from apollo_compile.torch_bridge.profiler import is_profiling, named
-from apollo_compile.torch_bridge.storages import are_gone
 
 _logger = logging.getLogger(__name__)
 
@@ -170,8 +165,10 @@ class CudaExecutable:
         with self.gpu.launch_lock:
             if self.graph.role is Role.FORWARD:
                 self.shared.has_hooks = has_saved_tensor_hooks()
-            if self.graph.role in (Role.FORWARD, Role.BACKWARD) and self.shared.lending.changes(self.graph.role):
-                self.shared.release()
+                if _has_other_ranks():
+                    self.shared.copy_gradients(
+                        "torch.distributed is initialized, and a replay does not wait until collectives have read them"
+                    )
             if self.gpu.is_capturing() or not self.may_capture or self._may_come_again():
                 return self._launch(inputs)
             captured = self._find_captured(inputs)
@@ -182,10 +179,6 @@ class CudaExecutable:
                 in_place = self._find_in_place(inputs)
                 if in_place is not None and (self.only_replays or self.num_launches >= WARMUP_RUNS):
                     captured = self._capture(inputs, in_place)
-            if captured is not None and not captured.slots.are_free():
-                self.shared.lending.refuse()
-                self.shared.release()
-                captured = None
             return self._launch(inputs) if captured is None else self._replay(captured, inputs)
 
     def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -197,10 +190,7 @@ class CudaExecutable:
         if self.only_replays:
             raise NotReplayedError(self._reason_for_launch())
         self.num_launches += 1
-        returned = self._launch_or_make_room(inputs)
-        if self.graph.role is Role.BACKWARD and self.may_capture:
-            self.shared.lending.note(returned)
-        return returned
+        return self._launch_or_make_room(inputs)
 
     def release(self) -> None:
         """Release all CUDA graphs; later runs capture them again."""
@@ -310,10 +300,11 @@ class CudaExecutable:
             return self.shared.contents is not None  # so its forward was replayed, when nothing else was in use
         if self.shared.is_free():
             return True
-        held = self.shared.held_gradients() if self.graph.role is Role.FORWARD else None
-        if held:
-            self.shared.lending.refuse(functools.partial(are_gone, held))
-            self.shared.release()
+        if self.graph.role is Role.FORWARD and self.shared.lends_gradients():
+            self.shared.copy_gradients(
+                "a gradient is in use when a forward begins, which would overwrite it; call zero_grad before the "
+                "forward to save the copies"
+            )
         return False
 
     def _find_in_place(self, inputs: Sequence[torch.Tensor]) -> frozenset[int] | None:
@@ -408,10 +399,12 @@ class CudaExecutable:
         self.num_replays += 1
         self.shared.follow(self.gpu)
         self.shared.note_replay(captured)
-        lends = captured.lent is not None and self.shared.lending.lends()
         with named(self.graph.name if is_profiling() else None):
-            returned = captured.replay(self.gpu, inputs, lends=lends)
+            returned = captured.replay(self.gpu, inputs)
         inputs.clear()
-        if self.graph.role is Role.BACKWARD and not captured.kept.lends:
-            self.shared.lending.note(returned, captured.slots.are_free if captured.slots.tensors else None)
         return returned
+
+
+def _has_other_ranks() -> bool:
+    """Whether collectives may read gradients on streams of their own."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

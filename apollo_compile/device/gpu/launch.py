@@ -25,7 +25,6 @@ from types import MappingProxyType
 import torch
 
 from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
-from apollo_compile.device.gpu.slots import fill_slots
 from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
 from apollo_compile.torch_bridge.profiler import is_profiling, named
 
@@ -178,12 +177,10 @@ class Launcher:
         launched: Launched = lambda lane, launch, stream: None,
         made: Made = lambda stream, outputs: None,
         releases: Releases = MappingProxyType({}),
-        slots: Mapping[BufferId, torch.Tensor] = MappingProxyType({}),
     ) -> list[torch.Tensor | None]:
         """Launch everything from the stream `origin` and return the outputs; `inputs` is emptied.
 
-        It uses new events, since a capture and a run outside of it must not share events. Outputs are copied to their
-        slots, which are returned for them.
+        It uses new events, since a capture and a run outside of it must not share events.
         """
         gpu, lanes = self._gpu, list(self._streams.values())
         values: dict[BufferId, torch.Tensor] = dict(zip(self._program.inputs, inputs, strict=True))
@@ -198,7 +195,6 @@ class Launcher:
                         body = self._bodies[instruction.body]
                         with named(names[instruction.segment] if names else None):
                             made(stream, _launch_body(instruction, body, values, self._gpu, stream))
-                            fill_slots(instruction, values, slots, self._gpu, stream)
                         launched(lane, instruction, stream)
                     case Record(event=event):
                         gpu.record(events[event], stream)

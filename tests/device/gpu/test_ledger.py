@@ -29,9 +29,7 @@ def test_a_ledger_has_what_is_held_kept_and_copied() -> None:
             LaneLedger(lane=LaneId(2), held_bytes=SEGMENT_BYTES, kept_bytes=kept[2]),
             LaneLedger(lane=LaneId(0), held_bytes=0, kept_bytes=0),
         )
-        return GraphLedger(
-            role=role, variant=None, copied_in_bytes=BYTES, copied_out_bytes=copied_out, slot_bytes=0, lanes=lanes
-        )
+        return GraphLedger(role=role, variant=None, copied_in_bytes=BYTES, copied_out_bytes=copied_out, lanes=lanes)
 
     assert found == {
         Role.FORWARD: ledger(Role.FORWARD, BYTES, {1: BYTES, 2: 0}),

@@ -1,157 +1,167 @@
-"""Whether gradients are lent: until one is held, and again once they are released."""
+"""Gradients of a replayed backward: lent while training releases them before a forward, else copied out for good."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
 
-from apollo_compile.device.gpu.lending import FIRST_PATIENCE, Lending, Lifetime
+from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.ir import Role
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.test_execute import counts, make_pair, step
 
-FORWARD, BACKWARD, SUM, LONGER = Lifetime
+Pair = tuple[CudaExecutable, CudaExecutable]
+Gradients = list[torch.Tensor | None]
 
 
-class Loop:
-    """A training loop whose gradients live for some time."""
-
-    def __init__(self) -> None:
-        self.lending = Lending()
-        self._held: list[torch.Tensor] = []
-        self._is_lent = False
-
-    def runs_until(self, wanted: Lifetime, *, life: Lifetime, most: int = 1000) -> int:
-        """Return after how many runs gradients are expected to live as long as `wanted`, if they live for `life`."""
-        for number in range(most):
-            if life is FORWARD:
-                self._held.clear()
-            self.lending.changes(Role.FORWARD)
-            if self._is_lent and self._held:
-                self.lending.refuse(lambda: not self._held)
-            if life is BACKWARD:
-                self._held.clear()
-            self.lending.changes(Role.BACKWARD)
-            if self.lending.lifetime is wanted:
-                return number
-            gradient, lends = torch.ones(1), self.lending.lends()
-            if life is not SUM or not self._held:
-                self._held.append(gradient)
-                self._is_lent = lends
-            if not lends:
-                self.lending.note([gradient, None])
-            del gradient
-        return most
+@pytest.fixture
+def gpu() -> FakeGpu:
+    """Make a device of two units."""
+    return FakeGpu(units=2)
 
 
-def test_gradients_are_lent_again_after_some_runs_in_which_they_were_released() -> None:
-    """Each time that was wrong, after twice as many."""
-    loop = Loop()
-    assert loop.lending.lends() and not loop.lending.changes(Role.FORWARD)
-    for patience in (FIRST_PATIENCE, 2 * FIRST_PATIENCE, 4 * FIRST_PATIENCE):
-        loop.lending.refuse()
-        assert not loop.lending.lends() and loop.lending.lifetime is BACKWARD
-        assert loop.runs_until(FORWARD, life=FORWARD) == patience
+def lends(gpu: FakeGpu) -> bool:
+    """Whether the backwards that are captured lend their gradients, all of them or none."""
+    (found,) = {not each.kept.copied for each in gpu.captures if each.role is Role.BACKWARD}
+    return found
 
 
-def test_gradients_that_are_always_held_are_asked_about_less_and_less() -> None:
-    """Whether others are added to them is tried, and found wrong; they are never lent otherwise."""
-    loop, tries = Loop(), []
-    loop.runs_until(LONGER, life=LONGER)
-    for _ in range(3):
-        tries.append(loop.runs_until(SUM, life=LONGER))
-        loop.runs_until(LONGER, life=LONGER)
-    assert tries == sorted(tries) and tries[-1] >= 3 * FIRST_PATIENCE
-    assert loop.runs_until(FORWARD, life=LONGER) == 1000
+def train(pair: Pair, steps: int, *, zeroed: str, weight: torch.Tensor, held: Gradients | None = None) -> Gradients:
+    """Take so many steps, add their gradients up as autograd does, and check the sums; return the last ones."""
+    forward, backward = pair
+    held = [] if held is None else held
+    wanted = [each.clone() for each in held if each is not None]
+    for _ in range(steps):
+        x, tangent = torch.randn(4), torch.randn(4)
+        if zeroed == "before the forward":
+            held.clear()
+        _, kept = forward.run([x, weight])
+        assert kept is not None
+        if zeroed == "after the forward":
+            held.clear()
+        if zeroed == "in place":
+            for each in held:
+                _ = each.zero_() if each is not None else None
+        made = [x * weight * weight, x * weight - tangent]
+        has_sums = bool(held) and zeroed == "never"
+        wanted = [a + b for a, b in zip(wanted, made, strict=True)] if has_sums else made
+        gradients = backward.run([kept, weight, tangent])
+        del kept
+        if not held:
+            held += gradients
+        else:
+            for total, gradient in zip(held, gradients, strict=True):
+                assert total is not None and gradient is not None
+                total += gradient
+            del total, gradient
+        del gradients
+        torch.testing.assert_close(held, wanted, rtol=0, atol=0)
+    return held
 
 
-def test_what_must_not_be_lent_never_is() -> None:
-    """Even if it is released."""
-    loop = Loop()
-    loop.lending.forbid()
-    assert loop.lending.lifetime is LONGER
-    for life in (FORWARD, BACKWARD, SUM):
-        assert loop.runs_until(life, life=life) == 1000 and not loop.lending.lends()
+def test_gradients_that_are_zeroed_before_the_forward_are_lent(gpu: FakeGpu) -> None:
+    """Nothing is copied but the inputs, the loss and the tangent."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    held = train(pair, 5, zeroed="before the forward", weight=weight)
+    gpu.log.clear()
+    train(pair, 1, zeroed="before the forward", weight=weight, held=held)
+    assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1"), ("copy", "1"), ("replay",)]
+    assert lends(gpu) and forward.shared.why_copied is None
+    assert counts(forward) == counts(backward) == (2, 1, 4) and not gpu.races
 
 
-@pytest.mark.parametrize("life", Lifetime)
-def test_gradients_that_are_held_before_anything_is_captured_are_treated_so_at_once(life: Lifetime) -> None:
-    """Those of runs on lanes tell what training does with them."""
-    loop = Loop()
-    assert loop.runs_until(life, life=life) == (0, 1, 1, 3)[life]
-    if life is not FORWARD:
-        assert loop.runs_until(FORWARD, life=FORWARD) >= FIRST_PATIENCE
+@pytest.mark.parametrize("zeroed", ["after the forward", "in place", "never"])
+def test_gradients_that_are_in_use_when_a_forward_begins_are_copied_out(gpu: FakeGpu, zeroed: str) -> None:
+    """One step is launched, both graphs are captured again, and from then on every step is replayed."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    held = train(pair, 4, zeroed="before the forward", weight=weight)
+    train(pair, 8, zeroed=zeroed, weight=weight, held=held)
+    assert not lends(gpu)
+    assert counts(forward) == counts(backward) == (2 + 1, 2, 2 + 7) and not gpu.races
 
 
-def test_gradients_are_lent_while_copies_live_that_they_are_added_to() -> None:
-    """The first that lives on is a copy, also if it has lived since the first run."""
-    lending, total = Lending(), torch.ones(1)
-    lending.note([total])
-    assert not lending.changes(Role.FORWARD) or lending.lifetime is BACKWARD
-    lending.changes(Role.BACKWARD)
-    assert lending.lifetime is SUM and lending.lends()
-    lending.note([torch.ones(1)])  # as of a run on lanes
-    assert lending.lends()
-    del total
-    assert not lending.lends()
+@pytest.mark.parametrize("zeroed", ["in place", "never"])
+def test_gradients_that_are_added_to_those_of_a_launched_run_are_lent(gpu: FakeGpu, zeroed: str) -> None:
+    """Only the sum is held, and it is in memory of its own."""
+    pair = forward, backward = make_pair(gpu)
+    train(pair, 8, zeroed=zeroed, weight=torch.randn(4))
+    assert lends(gpu) and counts(forward) == counts(backward) == (2, 1, 6) and not gpu.races
 
 
-def test_a_shorter_life_that_was_wrong_is_what_was_expected_before() -> None:
-    """Gradients that were accumulated are no reason for slots if they are for once released early."""
-    loop = Loop()
-    loop.runs_until(SUM, life=SUM)
-    loop.runs_until(FORWARD, life=FORWARD)
-    loop.lending.refuse()
-    assert loop.lending.lifetime is SUM
-    assert loop.runs_until(BACKWARD, life=BACKWARD) == 2 * FIRST_PATIENCE
-    assert loop.runs_until(FORWARD, life=FORWARD) == 2 * FIRST_PATIENCE
-    loop.lending.refuse()
-    assert loop.lending.lifetime is BACKWARD
+def test_gradients_that_are_added_up_for_some_steps_are_copied_out(gpu: FakeGpu) -> None:
+    """The sum is zeroed after every fourth backward."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        train(pair, 4, zeroed="never", weight=weight)
+    assert not lends(gpu) and counts(forward) == counts(backward) == (3, 2, 13) and not gpu.races
 
 
-def test_a_gradient_that_was_held_once_is_no_reason_to_copy_for_ever() -> None:
-    """They are copied out, and after some steps lent again, by the same CUDA graph."""
-    gpu = FakeGpu(units=2)
+def test_several_backwards_of_one_step_add_up_what_is_lent_and_what_is_launched(gpu: FakeGpu) -> None:
+    """The second forward is launched, since the first has saved tensors; its backward overwrites nothing."""
     forward, backward = make_pair(gpu)
     weight = torch.randn(4)
     for _ in range(4):
         step((forward, backward), weight)
-    _, kept = forward.run([torch.ones(4), weight])
-    held = backward.run([kept, weight, torch.ones(4)])[0]  # type: ignore[list-item]
-    del kept
-    assert held is not None
-    wanted = held.clone()
-    for _ in range(FIRST_PATIENCE + 4):
-        step((forward, backward), weight)
-    assert torch.equal(held, wanted) and not gpu.races
-    copies = [bool(each.kept.copied) for each in gpu.captures if each.role is backward.graph.role]
-    assert (backward.num_captures, copies) == (2, [False])
-    assert backward.num_launches == 3
-
-
-def test_of_gradients_that_are_added_up_the_first_is_copied_and_others_are_lent() -> None:
-    """Whether the sum is let go or zeroed in place; all by one CUDA graph."""
-    gpu = FakeGpu(units=2)
-    forward, backward = make_pair(gpu)
-    weight, copies, sums, wanted = torch.randn(4), [], [torch.zeros(4)] * 2, [torch.zeros(4)] * 2
-    for number in range(16):
-        x, tangent = torch.randn(4), torch.randn(4)
-        if number == 8:
-            sums.clear()
-        gpu.log.clear()
-        _, kept = forward.run([x, weight])
-        assert kept is not None
-        gradients = backward.run([kept, weight, tangent])
-        del kept
-        if number in (0, 8):
-            sums, wanted = gradients, [torch.zeros(4)] * 2
-        else:
-            for total, gradient in zip(sums, gradients, strict=True):
-                total += gradient
+    for _ in range(3):
+        xs, tangent, sums = [torch.randn(4), torch.randn(4)], torch.randn(4), torch.zeros(4)
+        saved = [kept for x in xs for kept in forward.run([x, weight])[1:] if kept is not None]
+        while saved:
+            gradient = backward.run([saved.pop(0), weight, tangent])[1]
+            assert gradient is not None
+            sums = sums + gradient
             del gradient
-        del gradients
-        wanted = [wanted[0] + x * weight * weight, wanted[1] + x * weight - tangent]
-        torch.testing.assert_close(sums, wanted)
-        copies.append(gpu.log[-1] == ("copy", "2"))
-    assert [number for number, is_copied in enumerate(copies) if is_copied] == [8]
-    assert counts(forward) == counts(backward) == (2, 1, 14) and not gpu.races
+        torch.testing.assert_close(sums, sum(xs) * weight - 2 * tangent)
+    assert lends(gpu) and not gpu.races
+
+
+def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """What was lent stays as it was, and one line says why."""
+    pair = _, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    held = train(pair, 4, zeroed="before the forward", weight=weight)
+    kept_for_long = held[0]
+    assert kept_for_long is not None and lends(gpu)
+    wanted = kept_for_long.clone()
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        train(pair, 20, zeroed="before the forward", weight=weight, held=held)
+    assert torch.equal(kept_for_long, wanted) and not lends(gpu)
+    assert counts(backward) == (3, 2, 2 + 19) and not gpu.races
+    (line,) = [each.message for each in caplog.records if "gradients" in each.message]
+    assert "a gradient is in use" in line and "call zero_grad before the forward" in line
+
+
+def test_variants_of_a_model_copy_out_together(gpu: FakeGpu) -> None:
+    """They have one memory pool: what one of them lends, another one would overwrite."""
+    pairs = [make_pair(gpu, variant="first")]
+    pairs.append(make_pair(gpu, shared=pairs[0][0].shared, variant="second"))
+    weight = torch.randn(4)
+    held = train(pairs[0], 4, zeroed="before the forward", weight=weight)
+    held = train(pairs[1], 4, zeroed="after the forward", weight=weight, held=held)
+    train(pairs[0], 4, zeroed="after the forward", weight=weight, held=held)
+    assert not lends(gpu) and [each.num_replays for _, each in pairs] == [2 + 4, 2]
+    assert not gpu.races
+
+
+def test_with_other_ranks_gradients_are_copied_out(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communication reads them on streams of its own, also where it begins after a capture."""
+    pair = _, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    train(pair, 4, zeroed="before the forward", weight=weight)
+    assert lends(gpu)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    train(pair, 4, zeroed="before the forward", weight=weight)
+    assert not lends(gpu) and counts(backward) == (2, 2, 6)
+
+
+def test_without_the_rule_a_held_gradient_is_overwritten(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else these tests would show nothing."""
+    monkeypatch.setattr(type(make_pair(gpu)[0].shared), "is_free", lambda memory: True)
+    pair, weight = make_pair(gpu), torch.randn(4)
+    held = train(pair, 4, zeroed="before the forward", weight=weight)
+    with pytest.raises(AssertionError):
+        train(pair, 4, zeroed="never", weight=weight, held=held)
