@@ -391,6 +391,6 @@ def _num_lanes() -> int:
 
 def _poison(executable: CudaExecutable) -> None:
     """Fill all memory of a captured graph with NaNs; nobody may hold anything in it."""
-    for captured in executable._captures:
+    for captured in executable.captures:
         if captured.is_live:
             poison(captured.recording)

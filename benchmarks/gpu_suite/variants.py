@@ -175,7 +175,7 @@ class Measured(Loop):
         found = []
         for model in registry.find_models(self.built.model) if self._device == "cuda" else ():
             for graph in model.graphs:
-                captures = getattr(graph.executable, "_captures", ())
+                captures = getattr(graph.executable, "captures", ())
                 captured = next((each for each in captures if each.is_live), None)
                 if captured is None:
                     continue

@@ -4,6 +4,8 @@
     launch.py    launches a program from the host: one order over all lanes, forks, joins, waits
     execute.py   Program + bodies -> CudaExecutable: lanes at first, one CUDA graph afterwards
     capturer.py  makes a CUDA graph of a program: what is used in place, copied, lent and saved
+    captures.py  the CUDA graphs of one program, by addresses of its inputs
+    in_place.py  the inputs of a program that a capture uses in place
     captured.py  a captured CUDA graph: addresses that it uses, and copies around each replay
     copies.py    copies of tensors that keep their layouts, and what they share
     torch_capture.py  captures with torch's own class; what to do if that fails

@@ -339,7 +339,7 @@ def test_gradients_are_lent_where_training_lets_them_go_before_the_forward(compi
     (_, last) = compiler.executables
     is_copied = zeroed == "after the forward"
     compiler.check(replays=[5, 5] if is_copied else [6, 6])
-    assert last.num_captures == 1 + is_copied and bool(last._captures[0].kept.copied) == is_copied
+    assert last.num_captures == 1 + is_copied and bool(last.captures[0].kept.copied) == is_copied
     assert is_copied or len(places) <= 1 + 2  # of the first runs, which are launched, and of the graph
 
 
