@@ -1,26 +1,31 @@
-"""Whether lanes work on this machine: tried once per GPU, driver and torch, in a process of its own, and kept.
+"""Check whether lanes work on this machine: once per GPU, driver and torch, in a process of its own; keep the verdict.
 
-    find_complaint(gpu, cache) -> str | None       why lanes must stay off
+    unavailable_reason(gpu, cache) -> str | None   why lanes must stay off
     check_gpu(gpu, cache, again=...) -> SelfCheck  the verdict, kept or new
     run_checks(gpu) -> findings                    what the process does
 
 Experiments may fail in ways that a process does not survive: a capture that is refused leaves torch's generator and
 allocator in it, and an illegal access ends the context. So they run in a process that has this one's Python path and
 environment but nothing of a launcher's: it is no rank. A process that crashes, hangs or answers nothing is an error
-like any other.
+like any other. A step waits for `MAX_WAIT_S` at most; graphs that are compiled before the check has ended have no lanes.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +45,9 @@ _logger = logging.getLogger(__name__)
 LIMIT_S = 180.0
 """Seconds after which the process hangs. It takes about ten: most of it imports torch and starts CUDA."""
 
+MAX_WAIT_S = 20.0
+"""Seconds for which a step waits for the check."""
+
 AGAIN = "'apollo doctor --self-check' tries again"
 
 _CODE = (
@@ -50,18 +58,51 @@ COMMAND = (sys.executable, "-c", _CODE)
 """Command of the process; the file for its answer, the number of the GPU and the module path follow as JSON."""
 
 
-def find_complaint(gpu: TorchGpu, cache: Path) -> str | None:
+def unavailable_reason(
+    gpu: TorchGpu, cache: Path, *, max_wait_s: float = MAX_WAIT_S, command: Sequence[str] = COMMAND
+) -> str | None:
     """Return why lanes must stay off on this GPU; None if they may be used.
 
-    The verdict is read from `cache`, or made and kept there, which takes seconds.
+    The verdict is read from `cache`, or made and kept there, which takes seconds. It is made on a thread, which goes on
+    if that takes too long.
+
+    Arguments:
+        gpu: the GPU.
+        cache: folder of verdicts.
+        max_wait_s: seconds since the first call after which no call waits.
+        command: command of the process.
     """
-    return _complaint_of(_fingerprint_of(gpu), gpu.device.index, cache)
+    return _begin_check(_fingerprint_of(gpu), gpu.device.index, cache, tuple(command)).unavailable_reason(max_wait_s)
 
 
-@functools.cache
-def _complaint_of(fingerprint: Fingerprint, ordinal: int, cache: Path) -> str | None:
-    complaint = _check(fingerprint, ordinal, cache, again=False).complaint
-    return None if complaint is None else f"the self-check of cuda:{ordinal} ({fingerprint.device}) failed: {complaint}"
+class _BackgroundCheck:
+    """A check on a thread of its own, which begins at once."""
+
+    def __init__(self, fingerprint: Fingerprint, ordinal: int, cache: Path, command: Sequence[str]) -> None:
+        self._name = f"the self-check of cuda:{ordinal} ({fingerprint.device})"
+        self._begin = time.monotonic()
+        self._verdict: Future[SelfCheck] = Future()
+
+        def make() -> None:
+            try:
+                self._verdict.set_result(_check(fingerprint, ordinal, cache, again=False, command=command))
+            except BaseException as error:
+                self._verdict.set_exception(error)
+
+        self._thread = threading.Thread(target=make, name=self._name, daemon=True)
+        self._thread.start()
+
+    def unavailable_reason(self, max_wait_s: float) -> str | None:
+        """Return why lanes must stay off, `max_wait_s` seconds after the check began at the latest."""
+        self._thread.join(max(0.0, self._begin + max_wait_s - time.monotonic()))
+        if not self._verdict.done():
+            return f"{self._name} has not ended after {max_wait_s:.0f} s; graphs that are compiled later use its result"
+        complaint = self._verdict.result().complaint
+        return None if complaint is None else f"{self._name} failed: {complaint}"
+
+
+_begin_check = functools.cache(_BackgroundCheck)
+"""Begins the check of a GPU, once per process."""
 
 
 def check_gpu(gpu: TorchGpu, cache: Path, *, again: bool = False) -> SelfCheck:
@@ -74,10 +115,12 @@ def _fingerprint_of(gpu: TorchGpu) -> Fingerprint:
     return gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
 
 
-def _check(fingerprint: Fingerprint, ordinal: int, cache: Path, *, again: bool) -> SelfCheck:
+def _check(
+    fingerprint: Fingerprint, ordinal: int, cache: Path, *, again: bool, command: Sequence[str] = COMMAND
+) -> SelfCheck:
     def make() -> SelfCheck:
         begin = time.monotonic()
-        made = check_apart(fingerprint, ordinal)
+        made = check_apart(fingerprint, ordinal, command=command)
         _logger.info("checked in %.1f s whether lanes work on %s", time.monotonic() - begin, fingerprint.device)
         return made
 
@@ -113,28 +156,63 @@ def _run_apart(ordinal: int, limit_s: float, command: Sequence[str]) -> SelfChec
         answer = Path(folder) / "answer.json"
         order = json.dumps([str(answer), ordinal, [str(place) for place in sys.path]])
         try:
-            done = subprocess.run(
-                [*command, order],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                check=False,
-                timeout=limit_s,
-                env=environment_of_one_process(),
-                process_group=0,  # Ctrl-C on a terminal is for this process, which then kills that one
-            )
+            with _started([*command, order]) as process:
+                _, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             raise _ProcessError(f"its process did not end in {limit_s:.0f} s and was killed") from None
         except OSError as error:
             raise _ProcessError(f"its process cannot be started: {error}") from error
-        if done.returncode != 0:
-            raise _ProcessError(f"its process {_ending(done.returncode)}{_last_line(done.stderr)}")
+        if process.returncode != 0:
+            raise _ProcessError(f"its process {_ending(process.returncode)}{_last_line(errors)}")
         found = FORMAT.inspect(answer)
         if found.content is None:
             raise _ProcessError(f"its process left no answer: {found.detail}")
         return found.content
+
+
+_processes: set[subprocess.Popen[str]] = set()
+"""Processes that have not ended."""
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a process, and kill it at the end of the `with`, or of this process, unless it has ended.
+
+    Raises:
+        OSError: it cannot be started.
+        SystemExit: this process ends, so that there is no verdict.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment_of_one_process(),
+        process_group=0,  # Ctrl-C on a terminal is for this process, which then kills that one
+    )
+    _processes.add(process)
+    try:
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+        if process not in _processes:
+            raise SystemExit
+    finally:
+        _processes.discard(process)
+
+
+@atexit.register
+def _kill_processes() -> None:
+    """Kill the processes that have not ended: nobody waits for their verdicts."""
+    while _processes:
+        _processes.pop().kill()
+
+
+os.register_at_fork(after_in_child=_processes.clear)  # they are the parent's
 
 
 def _ending(code: int) -> str:
@@ -181,3 +259,6 @@ def describe(verdict: SelfCheck, *, is_new: bool) -> tuple[Finding, ...]:
     text = f"lanes stay off: tried {when}, and failed"
     head = Finding(subject="self-check", level=Level.ERROR, message=text, advice=AGAIN)
     return (head, *(replace(each, advice="") for each in verdict.findings))
+
+
+find_complaint = unavailable_reason  # the name that `device/open.py` imports
