@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from apollo_compile import backend
-from apollo_compile.device.gpu.gpu import TorchGpu
-from apollo_compile.device.gpu.ledger import ledger_of
+from apollo_compile.device.gpu.run.gpu import TorchGpu
+from apollo_compile.device.gpu.run.ledger import ledger_of
 from apollo_compile.json_form import to_json
 from apollo_compile.session import registry
 from apollo_compile.tools.bench.task import Task, Variant

@@ -14,7 +14,7 @@ import torch
 
 from apollo_compile.config import load_config
 from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.gpu.run.gpu import Sharing
 from benchmarks import gpu_checks
 from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS
 from benchmarks.harness.outcome import Check, Outcome
@@ -129,7 +129,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, num_sms: int, *, is_refused: b
     kernels = SimpleNamespace(CLUSTERS=(1, 2), launch_clusters=launch_clusters)
     monkeypatch.setitem(sys.modules, "benchmarks.harness.gpu_kernels", kernels)
     census = SimpleNamespace(COLUMNS=3, launch_census=launch_census)
-    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.census_kernel", census)
+    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", census)
 
 
 @pytest.mark.parametrize(

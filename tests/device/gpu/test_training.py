@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 
 from apollo_compile.config import load_config
-from apollo_compile.device.gpu.execute import CudaExecutable
-from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.gpu.run.execute import CudaExecutable
+from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import CostSource, Variant
 from apollo_compile.passes.plan import make_plan

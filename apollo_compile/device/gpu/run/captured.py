@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.copies import Copied, find_copied, in_copy, storage_address, target_for
-from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
-from apollo_compile.device.gpu.quota import LaneMemory
+from apollo_compile.device.gpu.run.copies import Copied, find_copied, in_copy, storage_address, target_for
+from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
+from apollo_compile.device.gpu.run.quota import LaneMemory
 from apollo_compile.ir import LaneId, Role, Variant
 from apollo_compile.torch_bridge.storages import Places, count_uses, storage_handles
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from apollo_compile.device.gpu.captured import Captured, Owner, keep_outputs
-from apollo_compile.device.gpu.copies import storage_address, target_for
-from apollo_compile.device.gpu.gpu import Gpu, Stream
-from apollo_compile.device.gpu.launch import Launcher, Releases, find_releases, order_after
-from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.quota import account
+from apollo_compile.device.gpu.run.captured import Captured, Owner, keep_outputs
+from apollo_compile.device.gpu.run.copies import storage_address, target_for
+from apollo_compile.device.gpu.run.gpu import Gpu, Stream
+from apollo_compile.device.gpu.run.launch import Launcher, Releases, find_releases, order_after
+from apollo_compile.device.gpu.run.memory import ModelMemory
+from apollo_compile.device.gpu.run.quota import account
 from apollo_compile.device.target import Contract
 from apollo_compile.ir import BufferId, LaneId, Launch, Program, Role, SegmentGraph, SegmentId, Variant
 from apollo_compile.torch_bridge.storages import storages_of

@@ -49,15 +49,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.captured import Captured
-from apollo_compile.device.gpu.capturer import Capturer, segments_by_lane
-from apollo_compile.device.gpu.captures import ProgramCaptures
-from apollo_compile.device.gpu.gpu import Gpu, Sharing
-from apollo_compile.device.gpu.in_place import InPlace
-from apollo_compile.device.gpu.launch import Launcher, launch_with_room
-from apollo_compile.device.gpu.measure import measure_bodies
-from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.quota import LaneMemory
+from apollo_compile.device.gpu.run.captured import Captured
+from apollo_compile.device.gpu.run.capturer import Capturer, segments_by_lane
+from apollo_compile.device.gpu.run.captures import ProgramCaptures
+from apollo_compile.device.gpu.run.gpu import Gpu, Sharing
+from apollo_compile.device.gpu.run.in_place import InPlace
+from apollo_compile.device.gpu.run.launch import Launcher, launch_with_room
+from apollo_compile.device.gpu.run.measure import measure_bodies
+from apollo_compile.device.gpu.run.memory import ModelMemory
+from apollo_compile.device.gpu.run.quota import LaneMemory
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import CaptureError, MemoryQuotaError, NotReplayedError, UnsupportedGraphError
 from apollo_compile.ir import (

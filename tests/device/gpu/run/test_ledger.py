@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from apollo_compile.device.gpu.ledger import GraphLedger, LaneLedger, ledger_of
+from apollo_compile.device.gpu.run.ledger import GraphLedger, LaneLedger, ledger_of
 from apollo_compile.ir import LaneId, Role
 from tests.device.gpu.arena import SEGMENT_BYTES
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_execute import make_pair, step
+from tests.device.gpu.run.test_execute import make_pair, step
 
 BYTES = 4 * 4
 """Of a tensor of four numbers."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from apollo_compile.ir import Role
 
 if TYPE_CHECKING:
-    from apollo_compile.device.gpu.captured import Captured
-    from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
+    from apollo_compile.device.gpu.run.captured import Captured
+    from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
 
 _logger = logging.getLogger(__name__)
 

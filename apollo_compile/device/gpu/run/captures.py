@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from apollo_compile.device.gpu.captured import Captured
-from apollo_compile.device.gpu.memory import ModelMemory
+from apollo_compile.device.gpu.run.captured import Captured
+from apollo_compile.device.gpu.run.memory import ModelMemory
 
 MOST_CAPTURES = 2
 """CUDA graphs of one program that are kept, each for other addresses of the inputs in place."""

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile.device.gpu import capturer, execute
-from apollo_compile.device.gpu.execute import CudaExecutable
-from apollo_compile.device.gpu.gpu import Sharing
-from apollo_compile.device.gpu.launch import Releases, find_releases
-from apollo_compile.device.gpu.memory import ModelMemory
+from apollo_compile.device.gpu.run import capturer, execute
+from apollo_compile.device.gpu.run.execute import CudaExecutable
+from apollo_compile.device.gpu.run.gpu import Sharing
+from apollo_compile.device.gpu.run.launch import Releases, find_releases
+from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.ir import (
@@ -41,7 +41,7 @@ from apollo_compile.ir import (
 from tests.builders import plan, random_costs, random_plan, seeds
 from tests.device.gpu.arena import ROUNDING
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_launch import program_of
+from tests.device.gpu.run.test_launch import program_of
 
 UNITS = 2
 Tensors = list[torch.Tensor]

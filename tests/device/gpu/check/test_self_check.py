@@ -17,8 +17,8 @@ from apollo_compile.config import load_config
 from apollo_compile.device.cpu.target import CpuTarget
 from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.fingerprint import Fingerprint
+from apollo_compile.device.gpu.check.self_check import check_apart, check_gpu, describe, unavailable_reason
 from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
-from apollo_compile.device.gpu.self_check import check_apart, check_gpu, describe, unavailable_reason
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.store.profiles import default_profile, load_profile
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
@@ -168,7 +168,7 @@ def test_a_check_that_the_end_of_the_process_breaks_off_leaves_no_verdict(tmp_pa
         "import torch\n"
         "from pathlib import Path\n"
         "from types import SimpleNamespace\n"
-        "from apollo_compile.device.gpu import self_check\n"
+        "from apollo_compile.device.gpu.check import self_check\n"
         "native = SimpleNamespace(name='Fake GPU', driver_version=13000, num_sms=132)\n"
         "gpu = SimpleNamespace(device=torch.device('cuda', 1), native=native)\n"
         f"assert self_check.unavailable_reason(gpu, Path({str(tmp_path)!r}), max_wait_s=0, command={hangs!r})\n"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from apollo_compile.device.gpu.captured import Captured
-from apollo_compile.device.gpu.copies import storage_address
+from apollo_compile.device.gpu.run.captured import Captured
+from apollo_compile.device.gpu.run.copies import storage_address
 from apollo_compile.ir import LaneId, Role, Variant
 
 

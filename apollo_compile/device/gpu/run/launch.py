@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import torch
 
-from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
+from apollo_compile.device.gpu.run.gpu import Body, Event, Gpu, Stream
 from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
 from apollo_compile.torch_bridge.profiler import is_profiling, named
 

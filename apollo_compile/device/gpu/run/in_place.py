@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from apollo_compile.device.gpu.captured import Captured
-from apollo_compile.device.gpu.copies import storage_address
-from apollo_compile.device.gpu.memory import ModelMemory
+from apollo_compile.device.gpu.run.captured import Captured
+from apollo_compile.device.gpu.run.copies import storage_address
+from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.target import Contract
 from apollo_compile.ir import Role, Variant
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from apollo_compile.device.gpu.execute import WARMUP_RUNS, CudaExecutable
-from apollo_compile.device.gpu.launch import Launcher
-from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.whole import as_one_segment
+from apollo_compile.device.gpu.run.execute import WARMUP_RUNS, CudaExecutable
+from apollo_compile.device.gpu.run.launch import Launcher
+from apollo_compile.device.gpu.run.memory import ModelMemory
+from apollo_compile.device.gpu.run.whole import as_one_segment
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.ir import (
@@ -31,7 +31,7 @@ from apollo_compile.ir import (
 from tests.builders import LETTERS, graph, plan
 from tests.device.gpu.arena import SEGMENT_BYTES
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
-from tests.device.gpu.test_launch import program_of
+from tests.device.gpu.run.test_launch import program_of
 
 Tensors = list[torch.Tensor]
 

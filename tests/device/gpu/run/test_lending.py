@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
-from apollo_compile.device.gpu.execute import CudaExecutable
+from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.ir import Role
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_execute import counts, make_pair, step
+from tests.device.gpu.run.test_execute import counts, make_pair, step
 
 Pair = tuple[CudaExecutable, CudaExecutable]
 Gradients = list[torch.Tensor | None]
