@@ -21,14 +21,14 @@ import torch
 
 from apollo_compile.config import load_config
 from apollo_compile.device.findings import Level
-from apollo_compile.device.gpu.examine import (
+from apollo_compile.device.gpu.check.examine import (
     EXTRA_SMS,
     lane_of_atoms,
     split_lanes,
 )
-from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
-from apollo_compile.device.gpu.launch import Launcher, forked
-from apollo_compile.device.gpu.self_check import check_gpu
+from apollo_compile.device.gpu.check.self_check import check_gpu
+from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
+from apollo_compile.device.gpu.run.launch import Launcher, forked
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_step_checks import (
@@ -203,7 +203,7 @@ def clusters_fit_into_lanes(gpu: TorchGpu) -> Outcome:
 
 def _cooperative_on_a_lane(gpu: TorchGpu) -> str:
     """Say what comes of a cooperative kernel with as many blocks as the device can hold, on one atom of it."""
-    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
+    from apollo_compile.device.gpu.check.census_kernel import COLUMNS, launch_census
 
     blocks = gpu.native.num_sms * BLOCKS_THAT_FIT
     out = torch.zeros(blocks, COLUMNS, dtype=torch.int64, device=gpu.device)
@@ -313,7 +313,7 @@ def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
 
 def markers_agree(gpu: TorchGpu) -> Outcome:
     """T12: events in a graph, the profiler, and the clock that a kernel reads tell the same of kernels on two lanes."""
-    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
+    from apollo_compile.device.gpu.check.census_kernel import COLUMNS, launch_census
 
     lanes = split_evenly(gpu, 2)
     outs = [torch.zeros(64, COLUMNS, dtype=torch.int64, device=gpu.device) for _ in lanes]
@@ -391,8 +391,8 @@ def failures_and_recaptures_leave_no_trace(gpu: TorchGpu) -> Outcome:
 
 _ENDS_WITH_LANES = """
 import torch
-from apollo_compile.device.gpu.examine import split_lanes
-from apollo_compile.device.gpu.gpu import TorchGpu
+from apollo_compile.device.gpu.check.examine import split_lanes
+from apollo_compile.device.gpu.run.gpu import TorchGpu
 gpu = TorchGpu(0)
 lane = split_lanes(gpu.native.atom_sizes, (1, 1))[0]
 value = torch.ones(1024, device=gpu.device)
@@ -426,7 +426,7 @@ def a_refused_capture_leaves_dropout_alone(gpu: TorchGpu) -> Outcome:
 _HAS_A_REFUSED_CAPTURE = """
 import sys
 import torch
-from apollo_compile.device.gpu.gpu import TorchGpu
+from apollo_compile.device.gpu.run.gpu import TorchGpu
 gpu = TorchGpu(int(sys.argv[1]))
 ones = torch.ones(4096, device=gpu.device)
 def refused(origin):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from apollo_compile import backend
-from apollo_compile.device.gpu.gpu import TorchGpu
+from apollo_compile.device.gpu.run.gpu import TorchGpu
 from apollo_compile.session import registry
 from apollo_compile.step import compile_step
 from apollo_compile.tools.report import status

@@ -16,11 +16,11 @@ from torch import nn
 
 from apollo_compile import backend
 from apollo_compile.device.findings import Level
-from apollo_compile.device.gpu.examine import contexts_of, judge_nodes, walk_capture
-from apollo_compile.device.gpu.execute import CudaExecutable
-from apollo_compile.device.gpu.experiments import poison
-from apollo_compile.device.gpu.gpu import TorchGpu
-from apollo_compile.device.gpu.launch import Launcher
+from apollo_compile.device.gpu.check.examine import contexts_of, judge_nodes, walk_capture
+from apollo_compile.device.gpu.check.experiments import poison
+from apollo_compile.device.gpu.run.execute import CudaExecutable
+from apollo_compile.device.gpu.run.gpu import TorchGpu
+from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.ir import Role
 from apollo_compile.session import registry
 from apollo_compile.units import format_bytes
@@ -391,6 +391,6 @@ def _num_lanes() -> int:
 
 def _poison(executable: CudaExecutable) -> None:
     """Fill all memory of a captured graph with NaNs; nobody may hold anything in it."""
-    for captured in executable._captures:
+    for captured in executable.captures:
         if captured.is_live:
             poison(captured.recording)

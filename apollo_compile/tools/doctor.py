@@ -527,14 +527,14 @@ def _examine_cuda(config: Config | None, check_again: bool) -> tuple[Finding, ..
     if not torch.cuda.is_available():
         return ()
     try:
-        from apollo_compile.device.gpu.examine import examine_cuda
+        from apollo_compile.device.gpu.check.examine import examine_cuda
 
         found = examine_cuda()
         cache = None if config is None else config.device.cache
         if cache is None or any(finding.level is Level.ERROR for finding in found):
             return found  # there are no lanes to check
-        from apollo_compile.device.gpu.gpu import TorchGpu
-        from apollo_compile.device.gpu.self_check import check_gpu, describe
+        from apollo_compile.device.gpu.check.self_check import check_gpu, describe
+        from apollo_compile.device.gpu.run.gpu import TorchGpu
 
         begin = time.time()
         verdict = check_gpu(TorchGpu(0), cache, again=check_again)

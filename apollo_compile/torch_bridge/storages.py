@@ -4,8 +4,6 @@
     describe_sharing(values)    which tensors share memory and where, as a text
     storage_handles(tensors)    handles of storages for `count_uses`
     count_uses(handles)         reference count of each storage
-    are_gone(storages)          whether no storage lives any more
-    are_alive(storages)         whether every storage lives
     Places(addresses)           whether tensors are at these addresses
     WrittenMemory(written)      whether other tensors are in memory that some are written to
 
@@ -76,16 +74,6 @@ def storage_handles(tensors: Iterable[torch.Tensor]) -> list[int]:
 def count_uses(handles: Iterable[int]) -> list[int]:
     """Return the reference count of each storage."""
     return list(map(torch._C._storage_Use_Count, handles))
-
-
-def are_gone(storages: Iterable[StorageWeakRef]) -> bool:
-    """Return whether none of these storages lives any more."""
-    return all(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
-
-
-def are_alive(storages: Iterable[StorageWeakRef]) -> bool:
-    """Return whether every one of these storages lives."""
-    return not any(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
 
 
 class Places:

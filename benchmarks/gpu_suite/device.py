@@ -102,7 +102,7 @@ class Looker:
         facts = machine_facts()
         if self._device != "cuda":
             return facts
-        from apollo_compile.device.gpu.gpu import TorchGpu
+        from apollo_compile.device.gpu.run.gpu import TorchGpu
         from benchmarks.gpu_checks import THOROUGH_CHECKS
 
         torch.set_float32_matmul_precision("high")

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from apollo_compile import backend
-from apollo_compile.device.gpu.gpu import TorchGpu
-from apollo_compile.device.gpu.ledger import ledger_of
+from apollo_compile.device.gpu.run.gpu import TorchGpu
+from apollo_compile.device.gpu.run.ledger import ledger_of
 from apollo_compile.json_form import to_json
 from apollo_compile.session import registry
 from apollo_compile.tools.bench.task import Task, Variant
@@ -175,7 +175,7 @@ class Measured(Loop):
         found = []
         for model in registry.find_models(self.built.model) if self._device == "cuda" else ():
             for graph in model.graphs:
-                captures = getattr(graph.executable, "_captures", ())
+                captures = getattr(graph.executable, "captures", ())
                 captured = next((each for each in captures if each.is_live), None)
                 if captured is None:
                     continue

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from apollo_compile.device.gpu.examine import split_lanes
-from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
-from apollo_compile.device.gpu.launch import Launcher
+from apollo_compile.device.gpu.check.examine import split_lanes
+from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
+from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
 
@@ -61,7 +61,7 @@ def beside(lanes: Sequence[Lane], bodies: Sequence[int] | None = None) -> Progra
 
 def spinners(gpu: TorchGpu, count: int) -> Callable[[Any], object]:
     """Return work that spins on `count` lanes of one split, side by side."""
-    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
+    from apollo_compile.device.gpu.check.census_kernel import COLUMNS, launch_census
 
     lanes = split_lanes(gpu.native.atom_sizes, (1,) * max(2, count))[:count]
     outs = [torch.zeros(64, COLUMNS, dtype=torch.int64, device=gpu.device) for _ in lanes]
@@ -82,7 +82,7 @@ def launch_with(launcher: Launcher, inputs: Sequence[torch.Tensor], origin: Any)
 
 def mark_lanes(gpu: TorchGpu) -> None:
     """Launch a marker on every lane of the catalogue: a kernel of as many blocks as the lane has SMs."""
-    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
+    from apollo_compile.device.gpu.check.census_kernel import COLUMNS, launch_census
 
     for lane in lane_catalogue(gpu.native.num_sms, gpu.native.atom_sizes):
         stream = gpu.lane_stream(lane) or gpu.caller_stream()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-from apollo_compile.device.gpu.gpu import TorchGpu
+from apollo_compile.device.gpu.run.gpu import TorchGpu
 from benchmarks.harness.gpu_lanes import time_small_kernels
 
 if __name__ == "__main__":

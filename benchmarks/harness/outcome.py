@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from apollo_compile.device.gpu.gpu import TorchGpu
+from apollo_compile.device.gpu.run.gpu import TorchGpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.gpu.run.gpu import Sharing
 from benchmarks import gpu_checks
 from benchmarks.harness.outcome import Check
 from benchmarks.workloads import gpu as gpu_workloads
@@ -91,7 +91,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, num_sms: int, *, is_refused: b
     kernels = SimpleNamespace(CLUSTERS=(1, 2), launch_clusters=launch_clusters)
     monkeypatch.setitem(sys.modules, "benchmarks.harness.gpu_kernels", kernels)
     census = SimpleNamespace(COLUMNS=3, launch_census=launch_census)
-    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.census_kernel", census)
+    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", census)
 
 
 @pytest.mark.parametrize(

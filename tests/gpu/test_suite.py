@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apollo_compile.device.gpu.gpu import TorchGpu
+from apollo_compile.device.gpu.run.gpu import TorchGpu
 from benchmarks.gpu_checks import CHECKS
 from benchmarks.harness.outcome import Check
 

@@ -47,10 +47,10 @@ def test_every_finding_is_explained_in_the_docs() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     explained = set(re.findall(r"^\| `([\w\+\- ]+)[^`]*` \|", page, re.MULTILINE))
     gpu = ("examine.py", "experiments.py", "self_check.py")
-    subjects = _subjects("tools/doctor.py").union(*(_subjects(f"device/gpu/{file}") for file in gpu))
+    subjects = _subjects("tools/doctor.py").union(*(_subjects(f"device/gpu/check/{file}") for file in gpu))
     assert {name.strip() for name in explained} >= subjects
     assert len(_subjects("tools/doctor.py")) > 10 and {"driver", "split", "overlap"} <= _subjects(
-        "device/gpu/examine.py"
+        "device/gpu/check/examine.py"
     )
 
 

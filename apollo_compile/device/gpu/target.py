@@ -12,11 +12,11 @@ import torch
 
 from apollo_compile.config import Config
 from apollo_compile.device.fingerprint import Fingerprint
-from apollo_compile.device.gpu.execute import CudaExecutable
-from apollo_compile.device.gpu.gpu import Gpu, Sharing
-from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.urgency import rank_lanes
-from apollo_compile.device.gpu.whole import as_one_segment
+from apollo_compile.device.gpu.run.execute import CudaExecutable
+from apollo_compile.device.gpu.run.gpu import Gpu, Sharing
+from apollo_compile.device.gpu.run.memory import ModelMemory
+from apollo_compile.device.gpu.run.urgency import rank_lanes
+from apollo_compile.device.gpu.run.whole import as_one_segment
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, CompiledBody, Run, Target
 from apollo_compile.ir import Lane, Role, SegmentGraph, Variant

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.gpu import Body, Recording, Sharing
-from apollo_compile.device.gpu.memory import LiveCaptures
+from apollo_compile.device.gpu.run.gpu import Body, Recording, Sharing
+from apollo_compile.device.gpu.run.memory import LiveCaptures
 from apollo_compile.ir import Lane
 from tests.device.gpu.arena import Arena, Block, Pool, aliases, at_address, poison
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from apollo_compile.config import Config
-from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.device.profile import limit_units
 from apollo_compile.ir import Variant

@@ -23,12 +23,12 @@ from typing import Any, cast
 import torch
 
 from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.gpu.examine import split_lanes
-from apollo_compile.device.gpu.execute import CudaExecutable
-from apollo_compile.device.gpu.gpu import Body, Gpu, Recording
-from apollo_compile.device.gpu.launch import Launcher
-from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.torch_capture import TorchRecording
+from apollo_compile.device.gpu.check.examine import split_lanes
+from apollo_compile.device.gpu.run.execute import CudaExecutable
+from apollo_compile.device.gpu.run.gpu import Body, Gpu, Recording
+from apollo_compile.device.gpu.run.launch import Launcher
+from apollo_compile.device.gpu.run.memory import ModelMemory
+from apollo_compile.device.gpu.run.torch_capture import TorchRecording
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.ir import (
     BodyId,

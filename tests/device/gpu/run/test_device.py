@@ -13,7 +13,7 @@ import torch
 from apollo_compile import _native
 from apollo_compile.config import load_config
 from apollo_compile.device import open as device_open
-from apollo_compile.device.gpu.gpu import atoms_of
+from apollo_compile.device.gpu.run.gpu import atoms_of
 from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.errors import CudaError
 

@@ -2,9 +2,9 @@
 
     Captured.reads(inputs), Captured.is_unused(), Captured.replay(gpu, inputs) -> outputs
     Captured.release()      drops the CUDA graph, and those that read what it saved
-    keep_outputs(outputs)   what is saved, lent, in slots, and copied out
+    keep_outputs(outputs)   what is saved, lent, and copied out
 
-`capturer.py` decides what is used in place, copied, lent, saved and in slots.
+`capturer.py` decides what is used in place, copied, lent, and saved.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.copies import Copied, find_copied, in_copy, storage_address, target_for
-from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
-from apollo_compile.device.gpu.quota import LaneMemory
-from apollo_compile.device.gpu.slots import GradientSlots
+from apollo_compile.device.gpu.run.copies import Copied, find_copied, in_copy, storage_address, target_for
+from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
+from apollo_compile.device.gpu.run.quota import LaneMemory
 from apollo_compile.ir import LaneId, Role, Variant
 from apollo_compile.torch_bridge.storages import Places, count_uses, storage_handles
 
@@ -36,7 +35,7 @@ class Captured:
     in_place_storages: frozenset[int]
     """Storage addresses of the inputs in place."""
     kept: KeptOutputs
-    """What the last replay did with its outputs; before the first, what one does that lends no gradients."""
+    """What a replay does with its outputs."""
     memory: tuple[LaneMemory, ...]
     streams: Mapping[LaneId, Stream] = field(default_factory=dict)
     """Streams of the capture by lane; that of lane 0 is the one on which it began."""
@@ -44,24 +43,18 @@ class Captured:
     """The stream whose memory each output is in, by storage address."""
     variant: Variant | None = None
     """The variant of the model that it is of; a backward reads what a forward of the same variant saved."""
-    lent: KeptOutputs | None = None
-    """What a replay does with its outputs that lends gradients."""
     forward: Captured | None = None
     """The CUDA graph whose saved outputs it reads in place."""
     owners: dict[int, Owner] | None = None
     """What owns the memory of saved outputs, by storage address, until a backward is captured that reads them."""
-    slots: GradientSlots = field(default_factory=GradientSlots)
-    """Where it copies gradients to that live until the next backward."""
     num_replays: int = 0
     readers: list[Captured] = field(default_factory=list)
     """CUDA graphs that read in place what this one saved; released with it."""
     _places: Places = field(init=False)
-    _unlent: KeptOutputs = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the addresses quick to compare."""
         self._places = Places(self.addresses)
-        self._unlent = self.kept
 
     @property
     def is_live(self) -> bool:
@@ -85,19 +78,16 @@ class Captured:
         """Drop the CUDA graph and its memory; what the caller still holds of it lives on."""
         self.recording = self.owners = None
         self.memory = ()
-        self.kept = self._unlent = KeptOutputs()  # without handles of storages that may end now
-        self.lent = None
+        self.kept = KeptOutputs()  # without handles of storages that may end now
         self.copied_in.clear()
-        self.slots.clear()
         for reader in self.readers:
             reader.release()
         self.readers.clear()
 
-    def replay(self, gpu: Gpu, inputs: list[torch.Tensor], *, lends: bool) -> list[torch.Tensor | None]:
+    def replay(self, gpu: Gpu, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Replay on the caller's stream, and return the outputs: views, copies of those that are copied out, inputs."""
         assert self.recording is not None, "a released CUDA graph is never replayed"
         self.num_replays += 1
-        self.kept = self.lent if lends and self.lent is not None else self._unlent
         copies = [target_for(each.source) for each in self.kept.copied]  # if memory runs out, nothing has run
         gpu.copy(list(self.copied_in.values()), [inputs[index] for index in self.copied_in])
         self.recording.replay()
@@ -123,14 +113,12 @@ class KeptOutputs:
 
     saved: frozenset[int] = frozenset()
     """Storage addresses of outputs that are saved for backward."""
-    lends: bool = False
-    """Whether outputs of the user are lent."""
     handles: tuple[int, ...] = ()
     """Handles of the storages of saved and lent outputs, for `count_uses`."""
     baseline: list[int] = field(default_factory=list)
     """Their reference counts without any user."""
     viewed: tuple[torch.Tensor, ...] = ()
-    """Saved and lent outputs, and slots: every replay hands out new tensors, so that references can be counted."""
+    """Saved and lent outputs: every replay hands out new tensors, so that references can be counted."""
     copied: tuple[Copied, ...] = ()
     """Copies to make after a replay."""
     order: tuple[int, ...] = ()
@@ -159,17 +147,15 @@ def keep_outputs(
     user_outputs: frozenset[int],
     in_place: frozenset[int],
     own: frozenset[int],
-    in_slots: frozenset[int],
     lends: bool,
 ) -> KeptOutputs:
-    """Return which outputs of a capture are saved, lent, in slots, and copied out.
+    """Return which outputs of a capture are saved, lent, and copied out.
 
     Arguments:
         outputs: in the graph's memory, or the position of the input that it is, or None.
         user_outputs: positions of those that the user sees; the others are saved for backward.
         in_place: storage addresses of the inputs in place; a saved view of one needs no protection.
         own: identities of the outputs that are not views of inputs; only those are lent.
-        in_slots: identities of the outputs that are slots.
         lends: whether the user's outputs are lent where they can be.
     """
     saved: dict[int, torch.Tensor] = {}
@@ -182,8 +168,6 @@ def keep_outputs(
         place = storage_address(output)
         if index not in user_outputs:
             saved[place] = viewed[id(output)] = output
-        elif id(output) in in_slots:
-            viewed[id(output)] = output
         elif lends and id(output) in own:
             lent[place] = viewed[id(output)] = output
         else:
@@ -206,7 +190,6 @@ def keep_outputs(
     handles = storage_handles([*saved.values(), *lent.values()])
     return KeptOutputs(
         saved=frozenset(saved),
-        lends=bool(lent),
         handles=tuple(handles),
         baseline=count_uses(handles),
         viewed=tuple(viewed.values()),

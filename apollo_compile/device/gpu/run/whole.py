@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from apollo_compile.device.gpu.gpu import Body
+from apollo_compile.device.gpu.run.gpu import Body
 from apollo_compile.ir import Lane, LaneId, Launch, Program, SegmentGraph
 from apollo_compile.passes.join import join_segments
 

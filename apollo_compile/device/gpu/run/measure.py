@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
-from apollo_compile.device.gpu.launch import forked
+from apollo_compile.device.gpu.run.gpu import Body, Event, Gpu, Stream
+from apollo_compile.device.gpu.run.launch import forked
 from apollo_compile.ir import BodyId, BufferId, Lane, Observation, Observations, Segment, SegmentGraph
 
 UNTIMED_REPLAYS = 2

@@ -10,12 +10,9 @@ in place    Parameters, inputs that the graph writes to, those that stayed where
             addresses are unchanged.
 copied in   All other inputs.
 copied out  Outputs that the user sees, who may still read them when the next step overwrites the graph's memory.
-lent        Gradients stay in the graph's memory, and the caller gets views of it, where training releases them before
-            the next forward.
-in slots    Gradients that are zeroed between forward and backward are copied to memory of their own inside the CUDA
-            graph, and the caller gets views of it (`slots.py`). Those that live longer are copied out, and others that
-            are added to them are lent. If one is in use where a replay would overwrite it, the run is launched, and the
-            graphs are captured again if they have to be others (`lending.py`).
+lent        Gradients stay in the graph's memory, and the caller gets views of it. If one is in use when a forward
+            begins, that run is launched, and the gradients of the model are copied out from then on, by graphs that are
+            captured again. Those of several ranks are always copied out.
 saved       Tensors that a forward saves for its backward stay in the graph's memory, and the caller gets views of it.
 
 The forwards and backwards of a model, of every variant, share one memory pool and overlay each other in it: on every
@@ -45,7 +42,6 @@ lanes. A backward is captured after its forward.
 
 from __future__ import annotations
 
-import functools
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -53,14 +49,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.captured import Captured
-from apollo_compile.device.gpu.capturer import Capturer, segments_by_lane
-from apollo_compile.device.gpu.copies import storage_address
-from apollo_compile.device.gpu.gpu import Gpu, Sharing, Stream
-from apollo_compile.device.gpu.launch import Launcher, order_after
-from apollo_compile.device.gpu.measure import measure_bodies
-from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.quota import LaneMemory
+from apollo_compile.device.gpu.run.captured import Captured
+from apollo_compile.device.gpu.run.capturer import Capturer, segments_by_lane
+from apollo_compile.device.gpu.run.captures import ProgramCaptures
+from apollo_compile.device.gpu.run.gpu import Gpu, Sharing
+from apollo_compile.device.gpu.run.in_place import InPlace
+from apollo_compile.device.gpu.run.launch import Launcher, launch_with_room
+from apollo_compile.device.gpu.run.measure import measure_bodies
+from apollo_compile.device.gpu.run.memory import ModelMemory
+from apollo_compile.device.gpu.run.quota import LaneMemory
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import CaptureError, MemoryQuotaError, NotReplayedError, UnsupportedGraphError
 from apollo_compile.ir import (
@@ -74,26 +71,19 @@ from apollo_compile.ir import (
 )
 from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
 from apollo_compile.torch_bridge.profiler import is_profiling, named
-from apollo_compile.torch_bridge.storages import are_gone
 
 _logger = logging.getLogger(__name__)
 
 WARMUP_RUNS = 2
 """Runs on lanes before a capture."""
 
-MOST_CAPTURES = 2
-"""CUDA graphs of one program that are kept, each for other addresses of the inputs in place."""
-
-FEWEST_REPLAYS = 8
-"""Replays of a CUDA graph that make up for its capture, which takes as long as a few runs on lanes."""
+_IN_USE = "outputs of an earlier run are in use, where a replay would write; zero_grad releases gradients"
+_MOVED = "its parameters are at other addresses again and again; a replay needs them in place"
 
 
 @dataclass(eq=False)
 class CudaExecutable:
-    """A loaded program; one call runs at a time, of all programs on the device.
-
-    It is long, since whether a run replays, captures or launches is one decision over one state.
-    """
+    """A loaded program; one call runs at a time, of all programs on the device."""
 
     program: Program
     graph: SegmentGraph
@@ -116,18 +106,11 @@ class CudaExecutable:
     """Runs that were launched on the lanes."""
     capture_error: str | None = None
     """Why the last capture failed; None if none did. Nothing is captured after a failure."""
-    _captures: list[Captured] = field(default_factory=list)
-    """At most `MOST_CAPTURES`, the one that was used last first."""
-    _sightings: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Number of runs that could not replay, by the addresses of inputs that can be in place; the latest few sets."""
-    _settled: frozenset[int] = field(init=False)
-    """Settled inputs that have not moved yet."""
-    _patience: int = 1
-    """Number of such runs with the same addresses before one of them is captured."""
 
     def __post_init__(self) -> None:
-        """Create the launcher, and what captures it."""
-        self._settled = self.contract.settled_inputs
+        """Create the launcher and the capturer."""
+        self._captures = ProgramCaptures(self.shared)
+        self._in_place = InPlace(self.contract, self.graph.role, self.variant, self.shared)
         functions = [body.function for body in self.bodies]
         by_lane = segments_by_lane(self.program)
         lanes = {segment: lane for lane, launched in by_lane.items() for segment in launched}
@@ -152,7 +135,13 @@ class CudaExecutable:
     @property
     def lane_memory(self) -> tuple[LaneMemory, ...]:
         """Device memory by lane of the CUDA graph that was used last; empty if there is none."""
-        return next((each.memory for each in self._captures if each.is_live), ())
+        latest = self._captures.latest
+        return () if latest is None else latest.memory
+
+    @property
+    def captures(self) -> tuple[Captured, ...]:
+        """The CUDA graphs that can be replayed, the one that was used last first."""
+        return tuple(self._captures)
 
     @property
     def may_capture(self) -> bool:
@@ -170,44 +159,19 @@ class CudaExecutable:
         with self.gpu.launch_lock:
             if self.graph.role is Role.FORWARD:
                 self.shared.has_hooks = has_saved_tensor_hooks()
-            if self.graph.role in (Role.FORWARD, Role.BACKWARD) and self.shared.lending.changes(self.graph.role):
-                self.shared.release()
-            if self.gpu.is_capturing() or not self.may_capture or self._may_come_again():
-                return self._launch(inputs)
-            captured = self._find_captured(inputs)
-            if not self._may_overwrite():
-                return self._launch(inputs)
-            if captured is None:
-                self._drop_moved(inputs)
-                in_place = self._find_in_place(inputs)
-                if in_place is not None and (self.only_replays or self.num_launches >= WARMUP_RUNS):
-                    captured = self._capture(inputs, in_place)
-            if captured is not None and not captured.slots.are_free():
-                self.shared.lending.refuse()
-                self.shared.release()
-                captured = None
-            return self._launch(inputs) if captured is None else self._replay(captured, inputs)
-
-    def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Launch on the lanes, in fresh memory.
-
-        Raises:
-            NotReplayedError: it only replays.
-        """
-        if self.only_replays:
-            raise NotReplayedError(self._reason_for_launch())
-        self.num_launches += 1
-        returned = self._launch_or_make_room(inputs)
-        if self.graph.role is Role.BACKWARD and self.may_capture:
-            self.shared.lending.note(returned)
-        return returned
+            reason = self._why_launched()
+            if reason is None:
+                captured = self._captures.find(inputs) or self._capture_if_settled(inputs)
+                if captured is not None:
+                    return self._replay(captured, inputs)
+            if self.only_replays:
+                raise NotReplayedError(reason or _MOVED)
+            return self._launch(inputs)
 
     def release(self) -> None:
         """Release all CUDA graphs; later runs capture them again."""
         with self.gpu.launch_lock:
-            for captured in self._captures:
-                self.shared.drop(captured)
-            self._captures.clear()
+            self._captures.release()
 
     def measure(self, inputs: Sequence[torch.Tensor]) -> Observations:
         """Time every body on every number of units that a lane has, for these inputs.
@@ -248,108 +212,38 @@ class CudaExecutable:
         """Return no spans: a replay does not measure segments; `measure` times bodies."""
         return Trace(spans=(), duration_ns=0)
 
-    def _launch_or_make_room(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        stream = self.gpu.caller_stream()
-        if self.gpu.is_capturing():
-            return self._launcher.launch(inputs, stream)
-        self._order_after_other_callers(stream)
-        # To launch again is right only if nothing was written. To keep inputs for that takes memory, too.
-        may_fail = any(self.gpu.captures) and self.gpu.free_bytes() < 2 * self._num_bytes
-        spare = list(inputs) if may_fail and not self.contract.writes else None
-        try:
-            return self._launcher.launch(inputs, stream)
-        except torch.OutOfMemoryError:
-            if spare is None or not self.gpu.captures.release():
-                raise
-            _logger.info("%s has no memory to run on lanes: CUDA graphs are released for it", self.graph.name)
-        self.gpu.give_back_memory()
-        return self._launcher.launch(spare, stream)
+    def _why_launched(self) -> str | None:
+        """Return why this run is launched on the lanes, whatever its inputs are; None if it may be a replay.
 
-    def _reason_for_launch(self) -> str:
+        A replay or a rehearsal must not overwrite anything that is in use. Lent gradients in use end the lending.
+        """
         if self.gpu.is_capturing():
             return "a CUDA graph is being captured"
         if not self.may_capture:
             reasons = (self.gpu.captures.why_off, self.shared.out_of_memory, self.capture_error)
             return next((reason for reason in reasons if reason), "a CUDA graph cannot hold it")
-        if not self._may_overwrite():
-            return "outputs of an earlier run are in use, where a replay would write; zero_grad releases gradients"
-        return "its parameters are at other addresses again and again; a replay needs them in place"
-
-    def _order_after_other_callers(self, stream: Stream) -> None:
-        """Make lanes wait for all streams that may still read earlier outputs of lanes, whose memory is free by now."""
-        self.gpu.callers.add(stream)
-        order_after(self.gpu, list(self.gpu.callers - {stream}), list(self._launcher.streams.values()))
-
-    def _may_come_again(self) -> bool:
-        """Whether this is a backward through a graph that is kept: its replay would overwrite what it reads."""
-        return self.graph.role is Role.BACKWARD and retains_graph()
-
-    def _find_captured(self, inputs: list[torch.Tensor]) -> Captured | None:
-        """Return the CUDA graph that reads these inputs, and put it first; of a backward, that of the last forward."""
-        self._captures = [each for each in self._captures if each.is_live]
-        for place, captured in enumerate(self._captures):
-            if captured.reads(inputs) and (captured.forward is None or captured.forward is self.shared.contents):
-                self._captures.insert(0, self._captures.pop(place))
-                return captured
-        return None
-
-    def _drop_moved(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Copy in from now on what was read where it was settled, and has moved."""
-        known = self._captures[0].addresses if self._captures else {}
-        moved = {
-            index for index in self._settled if known.get(index, inputs[index].data_ptr()) != inputs[index].data_ptr()
-        }
-        if moved:
-            self._settled -= moved
-            self.release()
-
-    def _may_overwrite(self) -> bool:
-        """Whether a replay or a rehearsal overwrites nothing that is in use."""
         if self.graph.role is Role.BACKWARD:
+            if retains_graph():
+                return "its graph is kept for another backward, whose inputs a replay would overwrite"
             self._tell_of_hooks()
-            return self.shared.contents is not None  # so its forward was replayed, when nothing else was in use
+            return None if self.shared.contents is not None else _IN_USE  # its forward replayed when nothing was
+        if self.graph.role is Role.FORWARD and _has_other_ranks():
+            self.shared.copy_gradients("torch.distributed is initialized, and a replay does not wait for collectives")
         if self.shared.is_free():
-            return True
-        held = self.shared.held_gradients() if self.graph.role is Role.FORWARD else None
-        if held:
-            self.shared.lending.refuse(functools.partial(are_gone, held))
-            self.shared.release()
-        return False
-
-    def _find_in_place(self, inputs: Sequence[torch.Tensor]) -> frozenset[int] | None:
-        """Return the positions of inputs that a capture can use in place; None if this run must not be captured.
-
-        A forward is captured when the addresses of its parameters are settled. A backward is captured after a replayed
-        forward; inputs that the forward's CUDA graph did not save are copied.
-        """
-        in_place = self.contract.static_inputs
-        is_backward = self.graph.role is Role.BACKWARD
-        if is_backward:
-            forward = self._forward_of(inputs)
-            if forward is None:
-                return None
-            if forward.owners is None:
-                if not any(reader.is_live for reader in forward.readers):
-                    self.shared.drop(forward)  # what it saves is no longer safe from a capture: it is captured again
-                return None
-            stable = forward.saved | forward.in_place_storages
-            in_place = frozenset(index for index in in_place if storage_address(inputs[index]) in stable)
-        in_place |= self._settled | (self.contract.written_inputs or frozenset())
-        addresses = tuple(inputs[index].data_ptr() for index in sorted(in_place))
-        before = self._sightings.pop(addresses, 0)
-        self._sightings[addresses] = before + 1  # as the latest
-        if len(self._sightings) > MOST_CAPTURES:
-            del self._sightings[next(iter(self._sightings))]
-        has_settled = is_backward or self.only_replays  # what a captured forward saved; what others have run with
-        is_settled = before + has_settled >= self._patience
-        return in_place if is_settled or not addresses else None
-
-    def _forward_of(self, inputs: Sequence[torch.Tensor]) -> Captured | None:
-        """Return the captured forward that was replayed last, if it saved these inputs of a backward."""
-        forward = self.shared.contents
-        if forward is None or forward.variant != self.variant:
             return None
-        return forward if forward.saved <= {storage_address(tensor) for tensor in inputs} else None
+        if self.graph.role is Role.FORWARD and self.shared.lends_gradients():
+            self.shared.copy_gradients(
+                "a gradient is in use when a forward begins, which would overwrite it; call zero_grad before the "
+                "forward to save the copies"
+            )
+        return _IN_USE
+
+    def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Launch on the lanes, in fresh memory."""
+        self.num_launches += 1
+        if self.gpu.is_capturing():
+            return self._launcher.launch(inputs, self.gpu.caller_stream())
+        return launch_with_room(self._launcher, inputs, num_bytes=self._num_bytes, may_repeat=not self.contract.writes)
 
     def _tell_of_hooks(self) -> None:
         """Say once why a backward is launched at every step, although its forward is replayed."""
@@ -361,12 +255,27 @@ class CudaExecutable:
                 self.graph.name,
             )
 
+    def _capture_if_settled(self, inputs: Sequence[torch.Tensor]) -> Captured | None:
+        """Return a new CUDA graph if the addresses of the inputs in place are settled; None if none is made."""
+        latest = self._captures.latest
+        if self._in_place.drop_moved(inputs, {} if latest is None else latest.addresses):
+            self._captures.release()
+        in_place = self._in_place.find(inputs)
+        if in_place is None:
+            return None
+        addresses = tuple(inputs[index].data_ptr() for index in sorted(in_place))
+        is_known = self.graph.role is Role.BACKWARD or self.only_replays  # to captured forwards, or from other runs
+        is_settled = self._captures.seen.note(addresses, head_start=is_known)
+        if is_settled and (self.only_replays or self.num_launches >= WARMUP_RUNS):
+            return self._capture(inputs, in_place)
+        return None
+
     def _capture(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> Captured | None:
+        """Return a new CUDA graph; None if that failed."""
         self.num_captures += 1
-        self._make_place()
+        self._captures.make_place()
         try:
-            forward = self._forward_of(inputs) if self.graph.role is Role.BACKWARD else None
-            captured = self._capturer.capture(inputs, in_place, forward)
+            captured = self._capturer.capture(inputs, in_place, self._in_place.forward_of(inputs))
         except MemoryQuotaError:
             self._is_capturable = False
             raise
@@ -377,19 +286,9 @@ class CudaExecutable:
             if self.strict:
                 raise
             return None
-        self._captures.insert(0, captured)
-        self.shared.add(captured)
+        self._captures.add(captured)
         self.gpu.captures.add(captured)
         return captured
-
-    def _make_place(self) -> None:
-        """Release the CUDA graph that was not used for longest, if there are as many as may be."""
-        while len(self._captures) >= MOST_CAPTURES:
-            oldest = self._captures.pop()
-            self._sightings.pop(tuple(oldest.addresses.values()), None)
-            if oldest.num_replays < FEWEST_REPLAYS:
-                self._patience *= 2
-            oldest.release()
 
     def _give_up(self, error: Exception) -> None:
         """Capture this program no more, and say so unless it was said; without memory, no graph of the model."""
@@ -410,10 +309,12 @@ class CudaExecutable:
         self.num_replays += 1
         self.shared.follow(self.gpu)
         self.shared.note_replay(captured)
-        lends = captured.lent is not None and self.shared.lending.lends()
         with named(self.graph.name if is_profiling() else None):
-            returned = captured.replay(self.gpu, inputs, lends=lends)
+            returned = captured.replay(self.gpu, inputs)
         inputs.clear()
-        if self.graph.role is Role.BACKWARD and not captured.kept.lends:
-            self.shared.lending.note(returned, captured.slots.are_free if captured.slots.tensors else None)
         return returned
+
+
+def _has_other_ranks() -> bool:
+    """Whether collectives may read gradients on streams of their own."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from apollo_compile.device.gpu.gpu import Recording, Stream
+from apollo_compile.device.gpu.run.gpu import Recording, Stream
 from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import LaneId, SegmentGraph, SegmentId
 from apollo_compile.units import format_bytes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from apollo_compile.device.gpu.memory import LiveCaptures
+from apollo_compile.device.gpu.run.memory import LiveCaptures
 from apollo_compile.torch_bridge.cuda_private import (
     RECOVERS_FROM_CAPTURES,
     allocating_from,
@@ -27,7 +27,7 @@ from apollo_compile.torch_bridge.cuda_private import (
 )
 
 if TYPE_CHECKING:
-    from apollo_compile.device.gpu.gpu import Stream
+    from apollo_compile.device.gpu.run.gpu import Stream
 
 
 class TorchRecording:

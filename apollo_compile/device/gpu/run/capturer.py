@@ -1,4 +1,4 @@
-"""Make a CUDA graph of a program: decide what is used in place, copied, lent, saved and in slots; rehearse; capture.
+"""Make a CUDA graph of a program: decide what is used in place, copied, lent and saved; rehearse; capture.
 
     Capturer(program, graph, gpu, ...).capture(inputs, in place, forward) -> Captured
 
@@ -7,21 +7,18 @@ What these words mean is said in `execute.py`, which decides when something is c
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from apollo_compile.device.gpu.captured import Captured, Owner, keep_outputs
-from apollo_compile.device.gpu.copies import storage_address, target_for
-from apollo_compile.device.gpu.gpu import Gpu, Stream
-from apollo_compile.device.gpu.launch import Launcher, Releases, find_releases, order_after
-from apollo_compile.device.gpu.lending import Lifetime
-from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.quota import account
-from apollo_compile.device.gpu.slots import GradientSlots
+from apollo_compile.device.gpu.run.captured import Captured, Owner, keep_outputs
+from apollo_compile.device.gpu.run.copies import storage_address, target_for
+from apollo_compile.device.gpu.run.gpu import Gpu, Stream
+from apollo_compile.device.gpu.run.launch import Launcher, Releases, find_releases, order_after
+from apollo_compile.device.gpu.run.memory import ModelMemory
+from apollo_compile.device.gpu.run.quota import account
 from apollo_compile.device.target import Contract
 from apollo_compile.ir import BufferId, LaneId, Launch, Program, Role, SegmentGraph, SegmentId, Variant
 from apollo_compile.torch_bridge.storages import storages_of
@@ -70,11 +67,7 @@ class Capturer:
             Exception: something cannot be captured; nothing has run that anybody sees.
         """
         self._require_room()
-        # Collectives read gradients on streams of their own, which a replay would not wait for.
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.shared.lending.forbid()
         copied_in = {index: target_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
-        slots = GradientSlots()
         made: list[torch.Tensor | None] = []
         given: set[StorageWeakRef] = set()
         streams: dict[int, Stream] = {}
@@ -89,12 +82,12 @@ class Capturer:
             arguments = [copied_in.get(index, tensor) for index, tensor in enumerate(inputs)]
             releases = self._take_over(forward, arguments, origin)
             # By identity: what is made may be where released inputs were.
-            given.update(storages_of([*arguments, *slots.tensors.values()]))
-            made.extend(self.launcher.launch(arguments, origin, made=note, releases=releases, slots=slots.tensors))
+            given.update(storages_of(arguments))
+            made.extend(self.launcher.launch(arguments, origin, made=note, releases=releases))
 
         self.shared.follow(self.gpu)
         recording = self.gpu.capture(
-            work, self.shared.find_pool(), self._rehearsal(inputs, copied_in, slots), is_apart=forward is not None
+            work, self.shared.find_pool(), self._rehearsal(inputs, copied_in), is_apart=forward is not None
         )
         memory = account(
             recording,
@@ -110,15 +103,13 @@ class Capturer:
             if output is not None and storage_address(output) and not storages_of([output]) <= given
         }
         aliases = dict(zip(owned, self.gpu.alias(list(owned.values()), recording), strict=True))
-        keep = functools.partial(
-            keep_outputs,
+        kept = keep_outputs(
             [self._passthrough.get(index, aliases.get(id(output), output)) for index, output in enumerate(made)],
             user_outputs=self.contract.user_outputs,
             in_place=in_place_storages,
             own=frozenset(map(id, aliases.values())),
-            in_slots=frozenset(map(id, slots.tensors.values())),
+            lends=self.graph.role is Role.BACKWARD and self.shared.why_copied is None,
         )
-        kept = keep(lends=False)
         captured = Captured(
             role=self.graph.role,
             recording=recording,
@@ -126,13 +117,11 @@ class Capturer:
             copied_in=copied_in,
             in_place_storages=in_place_storages,
             kept=kept,
-            lent=keep(lends=True) if self.graph.role is Role.BACKWARD and not slots.tensors else None,
             memory=memory,
             streams=by_lane,
             stream_of={place: streams[place] for place in map(storage_address, owned.values())},
             variant=self.variant,
             forward=forward,
-            slots=slots,
         )
         if self.graph.role is Role.FORWARD:
             captured.owners = {
@@ -175,12 +164,9 @@ class Capturer:
             )
 
     def _rehearsal(
-        self, inputs: Sequence[torch.Tensor], copied_in: Mapping[int, torch.Tensor], slots: GradientSlots
+        self, inputs: Sequence[torch.Tensor], copied_in: Mapping[int, torch.Tensor]
     ) -> Callable[[Stream], None]:
-        """Return a function that launches what a capture launches, and writes to nothing that anybody sees.
-
-        It takes slots for gradients that are to have one: only what it makes tells of their layouts.
-        """
+        """Return a function that launches what a capture launches, and writes to nothing that anybody sees."""
         written = {index: inputs[index].clone() for index in self.contract.written_inputs or ()}
         self.gpu.copy(list(copied_in.values()), [inputs[index] for index in copied_in])
         stand_ins = {**copied_in, **written}
@@ -189,9 +175,7 @@ class Capturer:
             order_after(self.gpu, list(self.gpu.callers), [origin])  # memory of lanes may be what others read
             with self.gpu.random_numbers_kept():
                 arguments = [stand_ins.get(index, tensor) for index, tensor in enumerate(inputs)]
-                made = self.launcher.launch(arguments, origin)
-                if self.graph.role is Role.BACKWARD and self.shared.lending.lifetime is Lifetime.BACKWARD:
-                    slots.make(self.program, made, self.shared.slots, self.gpu)
+                self.launcher.launch(arguments, origin)
 
         return rehearse
 

@@ -15,7 +15,7 @@ import torch
 from apollo_compile import _native
 from apollo_compile.config import load_config
 from apollo_compile.device import open as device_open
-from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
+from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
 
@@ -34,7 +34,9 @@ def gpu(stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> TorchGpu:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "ExternalStream", external)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr("apollo_compile.device.gpu.gpu.open_device", lambda ordinal: _native.cuda_device(0, stub._name))
+    monkeypatch.setattr(
+        "apollo_compile.device.gpu.run.gpu.open_device", lambda ordinal: _native.cuda_device(0, stub._name)
+    )
     return TorchGpu(0)
 
 
@@ -102,7 +104,7 @@ def test_captures_begin_on_a_stream_of_their_own(gpu: TorchGpu, monkeypatch: pyt
     """In whatever way lanes share the device; cuBLAS has workspaces on it and on all lanes, and on no other stream."""
     seen = []
     monkeypatch.setattr(
-        "apollo_compile.device.gpu.gpu.capture_with_torch",
+        "apollo_compile.device.gpu.run.gpu.capture_with_torch",
         lambda work, rehearsal, **options: seen.append((options["origin"].cuda_stream, set(options["streams"]))),
     )
     free = gpu.sharing(Sharing.FREE)

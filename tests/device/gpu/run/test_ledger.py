@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from apollo_compile.device.gpu.ledger import GraphLedger, LaneLedger, ledger_of
+from apollo_compile.device.gpu.run.ledger import GraphLedger, LaneLedger, ledger_of
 from apollo_compile.ir import LaneId, Role
 from tests.device.gpu.arena import SEGMENT_BYTES
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_execute import make_pair, step
+from tests.device.gpu.run.test_execute import make_pair, step
 
 BYTES = 4 * 4
 """Of a tensor of four numbers."""
@@ -29,9 +29,7 @@ def test_a_ledger_has_what_is_held_kept_and_copied() -> None:
             LaneLedger(lane=LaneId(2), held_bytes=SEGMENT_BYTES, kept_bytes=kept[2]),
             LaneLedger(lane=LaneId(0), held_bytes=0, kept_bytes=0),
         )
-        return GraphLedger(
-            role=role, variant=None, copied_in_bytes=BYTES, copied_out_bytes=copied_out, slot_bytes=0, lanes=lanes
-        )
+        return GraphLedger(role=role, variant=None, copied_in_bytes=BYTES, copied_out_bytes=copied_out, lanes=lanes)
 
     assert found == {
         Role.FORWARD: ledger(Role.FORWARD, BYTES, {1: BYTES, 2: 0}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apollo_compile.device.findings import Level
-from apollo_compile.device.gpu.examine import (
+from apollo_compile.device.gpu.check.examine import (
     CapturedKernel,
     Census,
     CensusProbe,
@@ -20,11 +20,11 @@ from apollo_compile.device.gpu.examine import (
     split_lanes,
     walk_capture,
 )
-from apollo_compile.device.gpu.launch import Launcher
+from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.ir import LaneId, SegmentId
 from tests.builders import graph, plan
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_launch import bodies_of, program_of
+from tests.device.gpu.run.test_launch import bodies_of, program_of
 
 A, B = LaneId(1), LaneId(2)
 GRANTED = {A: 16, B: 8}
@@ -202,7 +202,7 @@ def test_censuses_are_taken_of_lanes_of_any_number(monkeypatch: pytest.MonkeyPat
         out.copy_(torch.stack([1000 * len(out) + place, place + 1, place + spin_ns], dim=1))
 
     kernel = SimpleNamespace(BLOCKS_PER_SM=16, COLUMNS=3, launch_census=note)
-    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.census_kernel", kernel)  # Triton's
+    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", kernel)  # Triton's
     gpu = CensusGpu()
     lanes = split_lanes([*15 * [8], 12], (3, 5, 8))
     probe = CensusProbe(gpu, lanes)  # type: ignore[arg-type]

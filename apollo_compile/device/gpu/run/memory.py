@@ -12,16 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch.multiprocessing.reductions import StorageWeakRef
-
-from apollo_compile.device.gpu.lending import Lending
-from apollo_compile.device.gpu.slots import Slots
 from apollo_compile.ir import Role
-from apollo_compile.torch_bridge.storages import storages_of
 
 if TYPE_CHECKING:
-    from apollo_compile.device.gpu.captured import Captured
-    from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
+    from apollo_compile.device.gpu.run.captured import Captured
+    from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +41,8 @@ class ModelMemory:
     lending: Lending = field(default_factory=Lending)
     slots: Slots = field(default_factory=Slots)
     """Where gradients are copied to that live until the next backward."""
+    why_copied: str | None = None
+    """Why gradients are copied out of CUDA graphs, until the process ends; None while they are lent."""
     _captures: list[Captured] = field(default_factory=list)
     _contents: Captured | None = None
     """The forward that was replayed last, if nothing was replayed after it."""
@@ -77,10 +74,16 @@ class ModelMemory:
         """Whether nobody uses what was handed out of the pool."""
         return all(captured.is_unused() for captured in self._handed_out)
 
-    def held_gradients(self) -> frozenset[StorageWeakRef]:
-        """Return the storages of gradients that were lent by backwards of which somebody uses one."""
-        held = (each for each in self._handed_out if each.role is Role.BACKWARD and not each.is_unused())
-        return storages_of(gradient for each in held for gradient in each.kept.viewed)
+    def lends_gradients(self) -> bool:
+        """Whether the caller uses a gradient in the memory of a CUDA graph."""
+        return any(each.role is Role.BACKWARD and not each.is_unused() for each in self._handed_out)
+
+    def copy_gradients(self, reason: str) -> None:
+        """Copy gradients out of CUDA graphs from now on, and release those that lend; log the first reason."""
+        if self.why_copied is None:
+            self.why_copied = reason
+            _logger.info("gradients are copied out of CUDA graphs: %s", reason)
+            self.release()
 
     def note_replay(self, captured: Captured) -> None:
         """Note that a CUDA graph is replayed, which hands out its outputs."""

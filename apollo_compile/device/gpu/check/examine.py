@@ -30,8 +30,8 @@ import torch
 
 from apollo_compile.config import cuda_connections
 from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.gpu.gpu import Recording, Stream, TorchGpu, atoms_of
-from apollo_compile.device.gpu.launch import Launcher
+from apollo_compile.device.gpu.run.gpu import Recording, Stream, TorchGpu, atoms_of
+from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.lanes import atom_borders
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
@@ -166,7 +166,7 @@ class CensusProbe:
 
     def __init__(self, gpu: TorchGpu, lanes: Sequence[Lane]) -> None:
         """Create the lanes."""
-        from apollo_compile.device.gpu.census_kernel import BLOCKS_PER_SM, COLUMNS, launch_census
+        from apollo_compile.device.gpu.check.census_kernel import BLOCKS_PER_SM, COLUMNS, launch_census
 
         self._gpu = gpu
         self._lanes = lanes

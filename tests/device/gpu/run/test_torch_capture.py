@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from apollo_compile.device.gpu import torch_capture
-from apollo_compile.device.gpu.memory import LiveCaptures
+from apollo_compile.device.gpu.run import torch_capture
+from apollo_compile.device.gpu.run.memory import LiveCaptures
 from apollo_compile.torch_bridge import cuda_private
 
 DEVICE = torch.device("cuda", 0)

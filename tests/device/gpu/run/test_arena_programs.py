@@ -18,12 +18,11 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile.device.gpu import capturer, execute, launch
-from apollo_compile.device.gpu.execute import CudaExecutable
-from apollo_compile.device.gpu.gpu import Sharing
-from apollo_compile.device.gpu.launch import Releases, find_releases
-from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.slots import GradientSlots, fill_slots
+from apollo_compile.device.gpu.run import capturer, execute
+from apollo_compile.device.gpu.run.execute import CudaExecutable
+from apollo_compile.device.gpu.run.gpu import Sharing
+from apollo_compile.device.gpu.run.launch import Releases, find_releases
+from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.ir import (
@@ -41,8 +40,8 @@ from apollo_compile.ir import (
 )
 from tests.builders import plan, random_costs, random_plan, seeds
 from tests.device.gpu.arena import ROUNDING
-from tests.device.gpu.fake_gpu import ORIGIN, FakeGpu
-from tests.device.gpu.test_launch import program_of
+from tests.device.gpu.fake_gpu import FakeGpu
+from tests.device.gpu.run.test_launch import program_of
 
 UNITS = 2
 Tensors = list[torch.Tensor]
@@ -489,6 +488,11 @@ def _check_own_outputs(memory: ModelMemory) -> bool:
     return all(captured.is_unused() for captured in memory._handed_out[:1] if captured in memory._captures[:1])
 
 
+def _forget_gradients(memory: ModelMemory) -> bool:
+    """Look at what forwards handed out, and at no gradients."""
+    return all(captured.is_unused() for captured in memory._handed_out if captured.role is not Role.BACKWARD)
+
+
 def _release_on_lane_of_reader(program: Program, owners: Mapping[BufferId, LaneId]) -> Releases:
     """Release inputs as if any lane that reads them owned them."""
     readers = {
@@ -499,11 +503,6 @@ def _release_on_lane_of_reader(program: Program, owners: Mapping[BufferId, LaneI
         for buffer in instruction.inputs
     }
     return find_releases(program, {buffer: readers.get(buffer, owner) for buffer, owner in owners.items()})
-
-
-def _fill_from_origin(instruction: Launch, values: Any, slots: Any, gpu: FakeGpu, stream: str) -> None:
-    """Copy to slots on a stream that does not wait for the lane."""
-    fill_slots(instruction, values, slots, gpu, ORIGIN)
 
 
 MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]] = {
@@ -531,13 +530,9 @@ MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]] =
         "zero_grad after the step",
         lambda patch: _set(patch, capturer, "find_releases", _release_on_lane_of_reader),
     ),
-    "slots in use are not looked at": (
-        "collected gradients, zero_grad before the backward",
-        lambda patch: _set(patch, GradientSlots, "are_free", lambda slots: True),
-    ),
-    "slots are filled on another lane": (
-        "zero_grad before the backward",
-        lambda patch: _set(patch, launch, "fill_slots", _fill_from_origin),
+    "lent gradients in use are not looked at": (
+        "collected gradients",
+        lambda patch: _set(patch, ModelMemory, "is_free", _forget_gradients),
     ),
     "buffers are released on the lane of the reader": (
         "zero_grad after the step",

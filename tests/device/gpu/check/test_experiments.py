@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.gpu.experiments import TRIALS, try_dropout, try_hand_overs, try_training_step
-from apollo_compile.device.gpu.gpu import Body, Stream
-from apollo_compile.device.gpu.self_check import run_checks
+from apollo_compile.device.gpu.check.experiments import TRIALS, try_dropout, try_hand_overs, try_training_step
+from apollo_compile.device.gpu.check.self_check import run_checks
+from apollo_compile.device.gpu.run.gpu import Body, Stream
 from apollo_compile.ir import Lane
+from tests.device.gpu.check.test_examine import CensusGpu
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
-from tests.device.gpu.test_examine import CensusGpu
 
 SIZES = [*15 * [8], 12]
 CPU = torch.device("cpu")
@@ -198,7 +198,7 @@ def put_kernel(monkeypatch: pytest.MonkeyPatch, gpu: SmGpu, *, shift: int = 0) -
         out.copy_(torch.stack([place, torch.ones_like(place), torch.full_like(place, spin_ns)], dim=1))
 
     kernel = SimpleNamespace(BLOCKS_PER_SM=16, COLUMNS=3, launch_census=launch_census)
-    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.census_kernel", kernel)
+    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", kernel)
 
 
 def levels(findings: Sequence[Finding]) -> Mapping[str, Level]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from apollo_compile.device.gpu.captured import Captured
-from apollo_compile.device.gpu.copies import storage_address
+from apollo_compile.device.gpu.run.captured import Captured
+from apollo_compile.device.gpu.run.copies import storage_address
 from apollo_compile.ir import LaneId, Role, Variant
 
 
@@ -39,8 +39,6 @@ class GraphLedger:
     """Of the tensors that inputs are copied to, outside of the pool."""
     copied_out_bytes: int
     """Of what the last replay copied out, outside of the pool."""
-    slot_bytes: int
-    """Of the slots of gradients, outside of the pool; CUDA graphs of one model share them."""
     lanes: tuple[LaneLedger, ...]
 
 
@@ -59,7 +57,6 @@ def ledger_of(captured: Captured) -> GraphLedger:
         variant=captured.variant,
         copied_in_bytes=sum(_storages(captured.copied_in.values()).values()),
         copied_out_bytes=sum(each.source.nbytes for each in kept.copied),
-        slot_bytes=sum(_storages(captured.slots.tensors.values()).values()),
         lanes=tuple(
             LaneLedger(lane=lane, held_bytes=recording.bytes_of(stream), kept_bytes=by_lane[lane])
             for lane, stream in captured.streams.items()

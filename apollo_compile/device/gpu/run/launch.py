@@ -2,7 +2,8 @@
 
     host_order(program)  -> one order of all instructions that keeps each lane's order, with records before their waits
     find_releases(program, owners)  -> where inputs of the graph may be released
-    launch(...)          -> the outputs, once everything is launched
+    Launcher(...).launch(inputs, stream)  -> the outputs, once everything is launched
+    launch_with_room(launcher, inputs)  -> the same, in memory of CUDA graphs if there is no other
 
 The host launches all lanes from one thread; the device runs them in parallel. A wait for an event that is not recorded
 yet would have no effect, so records come before their waits; otherwise lanes take turns, one launch each, so that no
@@ -18,16 +19,18 @@ Buffers are held until the join unless the memory plan releases them earlier; se
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
-from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
-from apollo_compile.device.gpu.slots import fill_slots
+from apollo_compile.device.gpu.run.gpu import Body, Event, Gpu, Stream
 from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
 from apollo_compile.torch_bridge.profiler import is_profiling, named
+
+_logger = logging.getLogger(__name__)
 
 HostOrder = tuple[tuple[LaneId, Instruction], ...]
 
@@ -155,9 +158,9 @@ class Launcher:
 
         `urgency` gives priorities to lanes that share units; `names` of the segments are for profilers.
         """
-        self._program = program
+        self.program = program
         self._bodies = tuple(bodies)
-        self._gpu = gpu
+        self.gpu = gpu
         self._order = host_order(program)
         self._names = names
         self._streams: dict[LaneId, Stream] = {}
@@ -178,17 +181,15 @@ class Launcher:
         launched: Launched = lambda lane, launch, stream: None,
         made: Made = lambda stream, outputs: None,
         releases: Releases = MappingProxyType({}),
-        slots: Mapping[BufferId, torch.Tensor] = MappingProxyType({}),
     ) -> list[torch.Tensor | None]:
         """Launch everything from the stream `origin` and return the outputs; `inputs` is emptied.
 
-        It uses new events, since a capture and a run outside of it must not share events. Outputs are copied to their
-        slots, which are returned for them.
+        It uses new events, since a capture and a run outside of it must not share events.
         """
-        gpu, lanes = self._gpu, list(self._streams.values())
-        values: dict[BufferId, torch.Tensor] = dict(zip(self._program.inputs, inputs, strict=True))
+        gpu, lanes = self.gpu, list(self._streams.values())
+        values: dict[BufferId, torch.Tensor] = dict(zip(self.program.inputs, inputs, strict=True))
         inputs.clear()
-        events = [gpu.new_event() for _ in range(self._program.num_events)]
+        events = [gpu.new_event() for _ in range(self.program.num_events)]
         names = self._names if is_profiling() else ()
         with forked(gpu, origin, lanes):
             for place, (lane, instruction) in enumerate(self._order):
@@ -197,8 +198,7 @@ class Launcher:
                     case Launch():
                         body = self._bodies[instruction.body]
                         with named(names[instruction.segment] if names else None):
-                            made(stream, _launch_body(instruction, body, values, self._gpu, stream))
-                            fill_slots(instruction, values, slots, self._gpu, stream)
+                            made(stream, _launch_body(instruction, body, values, self.gpu, stream))
                         launched(lane, instruction, stream)
                     case Record(event=event):
                         gpu.record(events[event], stream)
@@ -208,7 +208,42 @@ class Launcher:
                         del values[buffer]
                 for buffer in releases.get(place, ()):
                     values.pop(buffer, None)  # its reader may have taken it
-        return [None if buffer is None else values[buffer] for buffer in self._program.outputs]
+        return [None if buffer is None else values[buffer] for buffer in self.program.outputs]
+
+
+def launch_with_room(
+    launcher: Launcher, inputs: list[torch.Tensor], *, num_bytes: int, may_repeat: bool
+) -> list[torch.Tensor | None]:
+    """Launch from the caller's stream and return the outputs; if memory runs out, release all CUDA graphs for it.
+
+    Lanes wait for all streams that may still read earlier outputs of lanes, whose memory is free by now.
+
+    Arguments:
+        launcher: launches the program.
+        inputs: of the program; the list is emptied.
+        num_bytes: bytes of the buffers that it makes.
+        may_repeat: whether it writes to nothing that a second launch reads.
+
+    Raises:
+        torch.OutOfMemoryError: the memory does not suffice.
+    """
+    gpu, stream = launcher.gpu, launcher.gpu.caller_stream()
+    gpu.callers.add(stream)
+    order_after(gpu, list(gpu.callers - {stream}), list(launcher.streams.values()))
+    # To keep inputs for another launch takes memory, too.
+    may_fail = any(gpu.captures) and gpu.free_bytes() < 2 * num_bytes
+    spare = list(inputs) if may_fail and may_repeat else None
+    try:
+        return launcher.launch(inputs, stream)
+    except torch.OutOfMemoryError:
+        if spare is None or not gpu.captures.release():
+            raise
+        _logger.info(
+            "%s releases all CUDA graphs of lanes, since it found no memory to run; use a smaller batch",
+            launcher.program.name,
+        )
+    gpu.give_back_memory()
+    return launcher.launch(spare, stream)
 
 
 def _launch_body(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,8 +17,8 @@ from apollo_compile.config import load_config
 from apollo_compile.device.cpu.target import CpuTarget
 from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.fingerprint import Fingerprint
+from apollo_compile.device.gpu.check.self_check import check_apart, check_gpu, describe, unavailable_reason
 from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
-from apollo_compile.device.gpu.self_check import check_apart, check_gpu, describe, find_complaint
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.store.profiles import default_profile, load_profile
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
@@ -121,7 +123,7 @@ def test_the_process_says_why_it_cannot_begin() -> None:
 def test_a_complaint_names_the_gpu_and_what_failed(tmp_path: Path) -> None:
     """It is read from what an earlier process kept."""
     SelfChecks(tmp_path).find(MINE, lambda: verdict(FINE, BAD))
-    found = find_complaint(GPU, tmp_path)  # type: ignore[arg-type]
+    found = unavailable_reason(GPU, tmp_path)  # type: ignore[arg-type]
     assert found == "the self-check of cuda:1 (Fake GPU) failed: dropout: equal masks"
 
 
@@ -129,8 +131,54 @@ def test_without_an_error_there_is_no_complaint(tmp_path: Path) -> None:
     """A warning is none."""
     kept = verdict(FINE, WARNED)
     SelfChecks(tmp_path).find(MINE, lambda: kept)
-    assert find_complaint(GPU, tmp_path) is None  # type: ignore[arg-type]
+    assert unavailable_reason(GPU, tmp_path) is None  # type: ignore[arg-type]
     assert check_gpu(GPU, tmp_path) == kept  # type: ignore[arg-type]
+
+
+def test_a_step_does_not_wait_until_a_slow_check_has_ended(tmp_path: Path) -> None:
+    """Its result is for later calls, of this process and of others."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    code = "import json, sys; open(%r).read(); open(json.loads(sys.argv[1])[0], 'w').write(%r)"
+    slow = (sys.executable, "-S", "-c", code % (str(gate), FORMAT.format(verdict(FINE, BAD))))
+    for _ in range(2):
+        assert unavailable_reason(GPU, tmp_path, max_wait_s=0, command=slow) == (  # type: ignore[arg-type]
+            "the self-check of cuda:1 (Fake GPU) has not ended after 0 s; graphs that are compiled later use its result"
+        )
+        assert SelfChecks(tmp_path).read(MINE).content is None
+    gate.write_text("")
+    wanted = "the self-check of cuda:1 (Fake GPU) failed: dropout: equal masks"
+    assert unavailable_reason(GPU, tmp_path, max_wait_s=900, command=slow) == wanted  # type: ignore[arg-type]
+    assert unavailable_reason(GPU, tmp_path, max_wait_s=0, command=slow) == wanted  # type: ignore[arg-type]
+    assert SelfChecks(tmp_path).read(MINE).content is not None
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty once it has, until its parent asks for it
+    except OSError:
+        return False
+
+
+def test_a_check_that_the_end_of_the_process_breaks_off_leaves_no_verdict(tmp_path: Path) -> None:
+    """Its own process ends, too."""
+    hangs = (sys.executable, "-S", "-c", "import threading; threading.Event().wait()")
+    code = (
+        "import torch\n"
+        "from pathlib import Path\n"
+        "from types import SimpleNamespace\n"
+        "from apollo_compile.device.gpu.check import self_check\n"
+        "native = SimpleNamespace(name='Fake GPU', driver_version=13000, num_sms=132)\n"
+        "gpu = SimpleNamespace(device=torch.device('cuda', 1), native=native)\n"
+        f"assert self_check.unavailable_reason(gpu, Path({str(tmp_path)!r}), max_wait_s=0, command={hangs!r})\n"
+        "while not self_check._processes: pass\n"
+        "print(next(iter(self_check._processes)).pid)\n"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    while is_running(int(done.stdout)):
+        time.sleep(0.01)
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_targets_hand_on_the_complaint() -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apollo_compile.device.gpu.gpu import atoms_of
-from apollo_compile.device.gpu.launch import Launcher, host_order
-from apollo_compile.device.gpu.urgency import rank_lanes
+from apollo_compile.device.gpu.run.gpu import atoms_of
+from apollo_compile.device.gpu.run.launch import Launcher, host_order
+from apollo_compile.device.gpu.run.urgency import rank_lanes
 from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import (

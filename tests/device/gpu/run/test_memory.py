@@ -7,10 +7,11 @@ import logging
 import pytest
 import torch
 
-from apollo_compile.device.gpu.execute import MOST_CAPTURES, CudaExecutable
-from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.gpu.run.captures import MOST_CAPTURES
+from apollo_compile.device.gpu.run.execute import CudaExecutable
+from apollo_compile.device.gpu.run.gpu import Sharing
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
-from tests.device.gpu.test_execute import counts, expected, make_pair, step, two_towers
+from tests.device.gpu.run.test_execute import counts, expected, make_pair, step, two_towers
 
 
 @pytest.fixture

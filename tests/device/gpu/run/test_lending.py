@@ -1,0 +1,167 @@
+"""Gradients of a replayed backward: lent while training releases them before a forward, else copied out for good."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from apollo_compile.device.gpu.run.execute import CudaExecutable
+from apollo_compile.ir import Role
+from tests.device.gpu.fake_gpu import FakeGpu
+from tests.device.gpu.run.test_execute import counts, make_pair, step
+
+Pair = tuple[CudaExecutable, CudaExecutable]
+Gradients = list[torch.Tensor | None]
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    """Make a device of two units."""
+    return FakeGpu(units=2)
+
+
+def lends(gpu: FakeGpu) -> bool:
+    """Whether the backwards that are captured lend their gradients, all of them or none."""
+    (found,) = {not each.kept.copied for each in gpu.captures if each.role is Role.BACKWARD}
+    return found
+
+
+def train(pair: Pair, steps: int, *, zeroed: str, weight: torch.Tensor, held: Gradients | None = None) -> Gradients:
+    """Take so many steps, add their gradients up as autograd does, and check the sums; return the last ones."""
+    forward, backward = pair
+    held = [] if held is None else held
+    wanted = [each.clone() for each in held if each is not None]
+    for _ in range(steps):
+        x, tangent = torch.randn(4), torch.randn(4)
+        if zeroed == "before the forward":
+            held.clear()
+        _, kept = forward.run([x, weight])
+        assert kept is not None
+        if zeroed == "after the forward":
+            held.clear()
+        if zeroed == "in place":
+            for each in held:
+                _ = each.zero_() if each is not None else None
+        made = [x * weight * weight, x * weight - tangent]
+        has_sums = bool(held) and zeroed == "never"
+        wanted = [a + b for a, b in zip(wanted, made, strict=True)] if has_sums else made
+        gradients = backward.run([kept, weight, tangent])
+        del kept
+        if not held:
+            held += gradients
+        else:
+            for total, gradient in zip(held, gradients, strict=True):
+                assert total is not None and gradient is not None
+                total += gradient
+            del total, gradient
+        del gradients
+        torch.testing.assert_close(held, wanted, rtol=0, atol=0)
+    return held
+
+
+def test_gradients_that_are_zeroed_before_the_forward_are_lent(gpu: FakeGpu) -> None:
+    """Nothing is copied but the inputs, the loss and the tangent."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    held = train(pair, 5, zeroed="before the forward", weight=weight)
+    gpu.log.clear()
+    train(pair, 1, zeroed="before the forward", weight=weight, held=held)
+    assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1"), ("copy", "1"), ("replay",)]
+    assert lends(gpu) and forward.shared.why_copied is None
+    assert counts(forward) == counts(backward) == (2, 1, 4) and not gpu.races
+
+
+@pytest.mark.parametrize("zeroed", ["after the forward", "in place", "never"])
+def test_gradients_that_are_in_use_when_a_forward_begins_are_copied_out(gpu: FakeGpu, zeroed: str) -> None:
+    """One step is launched, both graphs are captured again, and from then on every step is replayed."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    held = train(pair, 4, zeroed="before the forward", weight=weight)
+    train(pair, 8, zeroed=zeroed, weight=weight, held=held)
+    assert not lends(gpu)
+    assert counts(forward) == counts(backward) == (2 + 1, 2, 2 + 7) and not gpu.races
+
+
+@pytest.mark.parametrize("zeroed", ["in place", "never"])
+def test_gradients_that_are_added_to_those_of_a_launched_run_are_lent(gpu: FakeGpu, zeroed: str) -> None:
+    """Only the sum is held, and it is in memory of its own."""
+    pair = forward, backward = make_pair(gpu)
+    train(pair, 8, zeroed=zeroed, weight=torch.randn(4))
+    assert lends(gpu) and counts(forward) == counts(backward) == (2, 1, 6) and not gpu.races
+
+
+def test_gradients_that_are_added_up_for_some_steps_are_copied_out(gpu: FakeGpu) -> None:
+    """The sum is zeroed after every fourth backward."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        train(pair, 4, zeroed="never", weight=weight)
+    assert not lends(gpu) and counts(forward) == counts(backward) == (3, 2, 13) and not gpu.races
+
+
+def test_several_backwards_of_one_step_add_up_what_is_lent_and_what_is_launched(gpu: FakeGpu) -> None:
+    """The second forward is launched, since the first has saved tensors; its backward overwrites nothing."""
+    forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step((forward, backward), weight)
+    for _ in range(3):
+        xs, tangent, sums = [torch.randn(4), torch.randn(4)], torch.randn(4), torch.zeros(4)
+        saved = [kept for x in xs for kept in forward.run([x, weight])[1:] if kept is not None]
+        while saved:
+            gradient = backward.run([saved.pop(0), weight, tangent])[1]
+            assert gradient is not None
+            sums = sums + gradient
+            del gradient
+        torch.testing.assert_close(sums, sum(xs) * weight - 2 * tangent)
+    assert lends(gpu) and not gpu.races
+
+
+def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """What was lent stays as it was, and one line says why."""
+    pair = _, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    held = train(pair, 4, zeroed="before the forward", weight=weight)
+    kept_for_long = held[0]
+    assert kept_for_long is not None and lends(gpu)
+    wanted = kept_for_long.clone()
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        train(pair, 20, zeroed="before the forward", weight=weight, held=held)
+    assert torch.equal(kept_for_long, wanted) and not lends(gpu)
+    assert counts(backward) == (3, 2, 2 + 19) and not gpu.races
+    (line,) = [each.message for each in caplog.records if "gradients" in each.message]
+    assert "a gradient is in use" in line and "call zero_grad before the forward" in line
+
+
+def test_variants_of_a_model_copy_out_together(gpu: FakeGpu) -> None:
+    """They have one memory pool: what one of them lends, another one would overwrite."""
+    pairs = [make_pair(gpu, variant="first")]
+    pairs.append(make_pair(gpu, shared=pairs[0][0].shared, variant="second"))
+    weight = torch.randn(4)
+    held = train(pairs[0], 4, zeroed="before the forward", weight=weight)
+    held = train(pairs[1], 4, zeroed="after the forward", weight=weight, held=held)
+    train(pairs[0], 4, zeroed="after the forward", weight=weight, held=held)
+    assert not lends(gpu) and [each.num_replays for _, each in pairs] == [2 + 4, 2]
+    assert not gpu.races
+
+
+def test_with_other_ranks_gradients_are_copied_out(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communication reads them on streams of its own, also where it begins after a capture."""
+    pair = _, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    train(pair, 4, zeroed="before the forward", weight=weight)
+    assert lends(gpu)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    train(pair, 4, zeroed="before the forward", weight=weight)
+    assert not lends(gpu) and counts(backward) == (2, 2, 6)
+
+
+def test_without_the_rule_a_held_gradient_is_overwritten(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else these tests would show nothing."""
+    monkeypatch.setattr(type(make_pair(gpu)[0].shared), "is_free", lambda memory: True)
+    pair, weight = make_pair(gpu), torch.randn(4)
+    held = train(pair, 4, zeroed="before the forward", weight=weight)
+    with pytest.raises(AssertionError):
+        train(pair, 4, zeroed="never", weight=weight, held=held)
