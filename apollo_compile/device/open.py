@@ -23,7 +23,7 @@ from apollo_compile.errors import ConfigError, CudaError
 from apollo_compile.store.profiles import load_profile, packaged_profile, packaged_profiles
 
 if TYPE_CHECKING:
-    from apollo_compile.device.gpu.gpu import TorchGpu
+    from apollo_compile.device.gpu.run.gpu import TorchGpu
 
 _logger = logging.getLogger(__name__)
 
@@ -54,9 +54,9 @@ def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[Target, 
 
 def _open_gpu(device: torch.device, config: Config) -> Target | str:
     """Return the target of a GPU, or why it has no lanes."""
+    from apollo_compile.device.gpu.check.self_check import unavailable_reason
     from apollo_compile.device.gpu.fingerprint import gpu_fingerprint  # on a CPU, nothing of this is imported
-    from apollo_compile.device.gpu.gpu import TorchGpu
-    from apollo_compile.device.gpu.self_check import find_complaint
+    from apollo_compile.device.gpu.run.gpu import TorchGpu
     from apollo_compile.device.gpu.target import GpuTarget
 
     try:
@@ -71,8 +71,10 @@ def _open_gpu(device: torch.device, config: Config) -> Target | str:
     fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
     profile = _gpu_profile(gpu, config)
     assert config.device.cache is not None, "load_config fills it in"
-    complaint = functools.partial(find_complaint, gpu, config.device.cache)
-    return GpuTarget(gpu, profile, config, device=gpu.device, fingerprint=fingerprint, find_complaint=complaint)
+    find_reason = functools.partial(unavailable_reason, gpu, config.device.cache)
+    return GpuTarget(
+        gpu, profile, config, device=gpu.device, fingerprint=fingerprint, find_unavailable_reason=find_reason
+    )
 
 
 def reason_without_lanes(example_inputs: Sequence[Any], device: torch.device) -> str | None:

@@ -5,7 +5,7 @@
     check/          tries whether lanes work on this machine
     fingerprint.py  names a GPU, its driver and torch
 
-`check` may import `run`; `run` never imports `check`. `gpu.py` and `self_check.py` are entries for `device/open.py`.
+`check` may import `run`; `run` never imports `check`.
 
 The native side (runtime/, `cuda_lane.h`) opens the driver, splits the device once and creates the streams.
 """

@@ -43,7 +43,7 @@ class GpuTarget:
         *,
         device: torch.device,
         fingerprint: Fingerprint | None = None,
-        find_complaint: Callable[[], str | None] = lambda: None,
+        find_unavailable_reason: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Make the target of one model.
 
@@ -53,7 +53,7 @@ class GpuTarget:
             config: its options hold.
             device: where the tensors are.
             fingerprint: GPU, driver and torch, for what later processes take over.
-            find_complaint: returns why lanes must stay off; see `self_check.py`.
+            find_unavailable_reason: returns why lanes must stay off; see `self_check.py`.
         """
         self.gpu = gpu
         self.profile = profile
@@ -64,7 +64,7 @@ class GpuTarget:
         self._other_memory = ModelMemory()
         """That of graphs without a backward, which run while saved tensors or gradients are in use, and of steps."""
         self._config = config
-        self._find_complaint = find_complaint
+        self._find_unavailable_reason = find_unavailable_reason
         self._fingerprint = fingerprint
 
     def _sharing_in(self, role: Role) -> Sharing:
@@ -79,7 +79,7 @@ class GpuTarget:
 
     def unavailable_reason(self) -> str | None:
         """Return what a failed capture left behind, or what the self-check of this GPU found wrong; None if nothing."""
-        return self.gpu.captures.why_off or self._find_complaint()
+        return self.gpu.captures.why_off or self._find_unavailable_reason()
 
     def failure(self) -> str | None:
         """Return why a program of a graph cannot be a CUDA graph; None if none was refused.

@@ -38,9 +38,6 @@ class ModelMemory:
     """The message of the allocation that failed in a capture; no graph of the model is captured after that."""
     failure: str | None = None
     """Why a graph of the model cannot be a CUDA graph; None if none was refused."""
-    lending: Lending = field(default_factory=Lending)
-    slots: Slots = field(default_factory=Slots)
-    """Where gradients are copied to that live until the next backward."""
     why_copied: str | None = None
     """Why gradients are copied out of CUDA graphs, until the process ends; None while they are lent."""
     _captures: list[Captured] = field(default_factory=list)

@@ -187,7 +187,7 @@ def test_targets_hand_on_the_complaint() -> None:
     assert CpuTarget(default_profile(2), config).unavailable_reason() is None
     sheet, device = load_profile(Path("h200")), torch.device("cpu")
     assert GpuTarget(FakeGpu(), sheet, config, device=device).unavailable_reason() is None
-    asked = GpuTarget(FakeGpu(), sheet, config, device=device, find_complaint=lambda: "hand-overs: late")
+    asked = GpuTarget(FakeGpu(), sheet, config, device=device, find_unavailable_reason=lambda: "hand-overs: late")
     assert asked.unavailable_reason() == "hand-overs: late"
 
 
