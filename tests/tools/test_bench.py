@@ -57,7 +57,7 @@ def build_counter() -> Any:
 
 
 @dataclass
-class _FakeChild:
+class FakeChild:
     """Writes what it was asked for into a log that all children share."""
 
     name: str
@@ -91,7 +91,7 @@ class _FakeChild:
 
 def measured(task: Task, times: dict[str, int], folder: Path, *, rounds: int = 1, steps: int = 1) -> Measurement:
     """Measure children whose steps take so long, without a pause."""
-    children = {name: _FakeChild(name, step_ns, [], folder) for name, step_ns in times.items()}
+    children = {name: FakeChild(name, step_ns, [], folder) for name, step_ns in times.items()}
     pause = lambda seconds: None  # noqa: E731
     return measure_children(task, children, rounds=rounds, steps_per_turn=steps, warmup=0, pause=pause)
 
@@ -104,7 +104,7 @@ def test_turns_alternate_their_order() -> None:
 def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     """First every child starts, then all warm up, then rounds begin; a pause follows every turn."""
     log: list[str] = []
-    children = {name: _FakeChild(name, step_ns, log, tmp_path) for name, step_ns in (("eager", 300), ("inductor", 200))}
+    children = {name: FakeChild(name, step_ns, log, tmp_path) for name, step_ns in (("eager", 300), ("inductor", 200))}
     pause = lambda seconds: log.append("pause")  # noqa: E731
     measurement = measure_children(Task(builder="x:y"), children, rounds=2, steps_per_turn=3, warmup=5, pause=pause)
     begins = ["start eager", "start inductor", "eager warms up 5", "inductor warms up 5"]
