@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from apollo_compile.autotune import tuner
 from apollo_compile.autotune.budget import MAX_STEP_NS, CompileBudget
 from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_TURN
 from apollo_compile.autotune.drift import DRIFT_STEPS, WATCH_EVERY
@@ -309,9 +310,9 @@ def test_one_of_the_tuners_that_time_turns_compares_at_a_time() -> None:
     assert fourth.winners == [PLAN]
 
 
-def test_memory_is_trimmed_before_every_turn_unless_another_tuner_is_timing() -> None:
+def test_memory_is_trimmed_before_every_turn_unless_another_tuner_is_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """And before a late candidate is compiled."""
-    gc.collect()  # tuners of other tests
+    monkeypatch.setattr(tuner, "_tuners", weakref.WeakSet())  # without those of other tests
     trimmed: list[int] = []
     subject = Subject({SERIAL: 13, PLAN: 10}, trim_memory=lambda: trimmed.append(0))
     subject.offer(SERIAL, PLAN)
