@@ -162,7 +162,7 @@ _VARIABLES = {
     "APOLLO_DUMP": "debug.dump",
     "APOLLO_LOG": "debug.log",
     "APOLLO_PLAN": "plan.file",
-    "APOLLO_PROFILE": "device.profile",
+    "APOLLO_PROFILE": "target.profile",
 }
 
 _PREFIX = "APOLLO_"

@@ -17,19 +17,15 @@ from functools import partial
 from pathlib import Path
 
 from apollo_compile.config import Config
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.errors import InvariantError, PlanFileError
 from apollo_compile.ir import (
     Capture,
     CostTable,
     Lane,
-    MemoryPlan,
     Observations,
     Partition,
     Plan,
-    Program,
     SegmentGraph,
-    SyncPlan,
     check,
     text,
 )
@@ -40,8 +36,9 @@ from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.partition import partition_graph
 from apollo_compile.passes.plan import estimate_makespan, make_plan
 from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.store.history import Finding
 from apollo_compile.store.plan_file import check_fits, load_plan
+from apollo_compile.target.compilation import Compilation, Finding
+from apollo_compile.target.profile import DeviceProfile
 
 _logger = logging.getLogger(__name__)
 
@@ -49,24 +46,6 @@ MIN_SEPARATION_GAIN = 0.15
 """Share of a plan's predicted time that separate segments for weight gradients must save. Fusion ends at segment
 boundaries, and matmuls use a second core better than the formulas predict: on two cores, backwards predicted to take 2
 to 20 % less took between 4 % more and 9 % less."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compilation:
-    """All products of one graph."""
-
-    capture: Capture
-    partition: Partition
-    profile: DeviceProfile
-    observations: Observations
-    """Measurements that the plan was made from."""
-    finding: Finding | None = None
-    """Finding of an earlier process that has the plan; None if the plan was made in this process."""
-    costs: CostTable
-    plan: Plan
-    syncs: SyncPlan
-    memory: MemoryPlan
-    program: Program
 
 
 def rename(compilation: Compilation, name: str) -> Compilation:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from apollo_compile.config import load_config
-from apollo_compile.device.findings import Level
 from apollo_compile.device.gpu.check.examine import (
     EXTRA_SMS,
     lane_of_atoms,
@@ -30,6 +29,7 @@ from apollo_compile.device.gpu.check.self_check import check_gpu
 from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.run.launch import Launcher, forked
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
+from apollo_compile.target.findings import Level
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_step_checks import (
     sizes_and_numbers_may_change,

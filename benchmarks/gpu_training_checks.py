@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from apollo_compile import backend
-from apollo_compile.device.findings import Level
 from apollo_compile.device.gpu.check.examine import contexts_of, judge_nodes, walk_capture
 from apollo_compile.device.gpu.check.experiments import poison
 from apollo_compile.device.gpu.run.execute import CudaExecutable
@@ -23,6 +22,7 @@ from apollo_compile.device.gpu.run.gpu import TorchGpu
 from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.ir import Role
 from apollo_compile.session import registry
+from apollo_compile.target.findings import Level
 from apollo_compile.units import format_bytes
 from benchmarks.harness.outcome import Outcome
 from benchmarks.workloads.gpu import SHAPES, build_gpu_workload
@@ -37,7 +37,7 @@ OPTIONS = {
 }
 """Run the plan, whatever is faster, and raise what would be hidden otherwise."""
 
-FORMULA_OPTIONS = {**OPTIONS, "plan.replan": False, "device.profile": "h200"}
+FORMULA_OPTIONS = {**OPTIONS, "plan.replan": False, "target.profile": "h200"}
 """Keep the plan that rests on formulas and the data sheet, whatever was measured on this GPU: it has lanes even where
 small models gain nothing by them."""
 

@@ -47,7 +47,6 @@ from tqdm import tqdm
 
 from apollo_compile.cost_model.roofline import predict_kernel
 from apollo_compile.device.cpu.execute import Executable
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import (
     Assignment,
     CostTable,
@@ -64,10 +63,12 @@ from apollo_compile.ir import (
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan, to_problem
-from apollo_compile.pipeline import Compilation, compile_plan
+from apollo_compile.pipeline import compile_plan
 from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.monitor import is_same_placement, observe_trace
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.rules import BASELINES

@@ -28,7 +28,6 @@ from pathlib import Path
 from tabulate import tabulate
 from tqdm import tqdm
 
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import Observations, SegmentGraph
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import lanes_for, to_problem
@@ -38,6 +37,7 @@ from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.simulate import execute
 from apollo_compile.planner.solve import Effort, solve
 from apollo_compile.store.profiles import default_profile, load_profile
+from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.graphs import load_graphs

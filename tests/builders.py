@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.ir import (
     Assignment,
     BodyId,
@@ -38,6 +37,7 @@ from apollo_compile.ir import (
 from apollo_compile.planner.problem import Hold, Interference, Problem, Task
 from apollo_compile.planner.problem import Mode as TaskMode
 from apollo_compile.planner.simulate import serial_schedule
+from apollo_compile.target.lanes import lane_catalogue, useful_lanes
 
 LETTERS = "*ABCDEFGHIJ"
 

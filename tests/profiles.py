@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from apollo_compile.device.profile import Arithmetic, DeviceProfile, Rate
 from apollo_compile.ir import KernelKind
+from apollo_compile.target.profile import Arithmetic, DeviceProfile, Rate
 
 CPU = DeviceProfile(
     kind="cpu",

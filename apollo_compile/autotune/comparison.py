@@ -115,12 +115,6 @@ class Comparison:
         return ", ".join(shown)
 
     @property
-    def steps_left(self) -> int:
-        """Approximate number of steps left, if every round counts and the comparison ends as early as it may."""
-        turns = max(1, MIN_ROUNDS - self._num_rounds) * len(self._alive) - self._turn
-        return turns * (self._rules.untimed_steps + self._timed_per_turn) - self._steps_in_turn
-
-    @property
     def is_over(self) -> bool:
         """Whether the winner is known."""
         if len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS:

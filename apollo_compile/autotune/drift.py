@@ -10,12 +10,72 @@ next one.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 WATCH_EVERY = 8
 DRIFT_STEPS = 8
 DRIFT = 0.15
+
+
+class StepWatch:
+    """Decides which steps are watched, and notices drift in them.
+
+    Arguments:
+        clock: host time in nanoseconds. If given, a sample is the mean time between the beginnings of watched steps;
+            else durations are recorded.
+    """
+
+    def __init__(self, clock: Callable[[], int] | None = None) -> None:
+        self.is_skipping = False
+        """Whether the current step is not watched."""
+        self._clock = clock
+        self._drift = DriftWatch()
+        self._num_unwatched: float = 0
+        """Steps until the next watched one, that one included."""
+        self._watched_ns: int | None = None
+
+    def restart(self, *, is_confirmed: bool, is_off: bool = False) -> None:
+        """Start over after a verdict, or watch nothing any more."""
+        self._drift.restart(is_confirmed=is_confirmed)
+        self._num_unwatched, self._watched_ns = math.inf if is_off else 0, None
+
+    def watch_all(self) -> None:
+        """Skip no step."""
+        self._num_unwatched = 0
+
+    def skip_step(self) -> bool:
+        """Return whether the step that begins is not watched."""
+        self.is_skipping = self._num_unwatched > 1
+        self._num_unwatched = max(0, self._num_unwatched - 1)
+        return self.is_skipping
+
+    def record(self, ns: int, part: int) -> None:
+        """Record the duration of a part of the current step."""
+        self._drift.record(ns, part)
+
+    def spoil(self) -> None:
+        """Take no sample from the current step."""
+        self._drift.spoil()
+
+    def has_drifted(self, parts: Collection[int]) -> bool:
+        """Look at a step that begins; return whether times have drifted."""
+        if self._clock is not None:
+            now, before = self._clock(), self._watched_ns
+            self._watched_ns, self._num_unwatched = now, WATCH_EVERY
+            self._drift.begin_step()
+            if before is None:
+                return False
+            self._drift.record((now - before) // WATCH_EVERY)
+        elif not self._drift.is_in_step:  # this step gives the sample
+            self._drift.begin_step()
+            return False
+        else:
+            self._num_unwatched = WATCH_EVERY
+        has_drifted = self._drift.has_drifted(parts)
+        self.is_skipping = not has_drifted  # the rest of this step
+        return has_drifted
 
 
 class DriftWatch:

@@ -19,7 +19,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from apollo_compile.autotune.tuner import Candidate, Tuner
+from apollo_compile.autotune.candidates import Candidate
+from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
 
 

@@ -32,7 +32,7 @@ from apollo_compile.ir import Kernel, Work
 from apollo_compile.units import NS_PER_S
 
 if TYPE_CHECKING:
-    from apollo_compile.device.profile import DeviceProfile
+    from apollo_compile.target.profile import DeviceProfile
 
 
 class SegmentTime(NamedTuple):

@@ -17,10 +17,10 @@ from apollo_compile.config import Config
 from apollo_compile.device.cpu.discover import discover_profile
 from apollo_compile.device.cpu.execute import available_units, core_share, most_units
 from apollo_compile.device.cpu.target import CpuTarget
-from apollo_compile.device.profile import DeviceProfile, limit_units
-from apollo_compile.device.target import Target
 from apollo_compile.errors import ConfigError, CudaError
 from apollo_compile.store.profiles import load_profile, packaged_profile, packaged_profiles
+from apollo_compile.target.profile import DeviceProfile, limit_units
+from apollo_compile.target.target import Target
 
 if TYPE_CHECKING:
     from apollo_compile.device.gpu.run.gpu import TorchGpu

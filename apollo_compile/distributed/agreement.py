@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from apollo_compile.distributed.ranks import MAX_BYTES, Ranks
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.observe import StageRunner
-from apollo_compile.pipeline import Compilation, Decision, adopt_decision
+from apollo_compile.pipeline import Decision, adopt_decision
 from apollo_compile.store.plan_file import fingerprint
+from apollo_compile.target.compilation import Compilation
 
 
 @dataclass(eq=False, slots=True)

@@ -26,7 +26,7 @@ from apollo_compile.cost_model.roofline import SegmentTime, predict
 from apollo_compile.ir import CostSource, CostTable, Mode, Observations, Segment, SegmentGraph
 
 if TYPE_CHECKING:
-    from apollo_compile.device.profile import DeviceProfile
+    from apollo_compile.target.profile import DeviceProfile
 
 
 def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Observations) -> CostTable:

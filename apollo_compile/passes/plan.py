@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from apollo_compile.device.lanes import useful_lanes
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
 from apollo_compile.ir import (
     Assignment,
@@ -49,6 +48,7 @@ from apollo_compile.planner.apart import bound_apart, solve_apart
 from apollo_compile.planner.greedy import greedy_schedules
 from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution
+from apollo_compile.target.lanes import useful_lanes
 from apollo_compile.units import format_bytes
 
 

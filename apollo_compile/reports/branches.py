@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from apollo_compile.ir import SegmentGraph
-from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.values import ModuleSummary, PairSummary, SegmentSummary, Timeline, total_overlap_ns
+from apollo_compile.target.compilation import Compilation
 
 BRANCH_SHARE = 0.9
 """Largest share of the time that a branch should have; names of branches are as short as this allows."""

@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from apollo_compile.ir import Lane, LaneId, Mode, SegmentGraph, Trace, Variant
-from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.branches import name_branches, summarize_modules, summarize_pairs
 from apollo_compile.reports.timelines import make_timelines
 from apollo_compile.reports.values import (
@@ -34,6 +33,7 @@ from apollo_compile.reports.values import (
     WaitSummary,
     WhatIf,
 )
+from apollo_compile.target.compilation import Compilation
 
 ASKED_TOLERANCE = 0.02
 

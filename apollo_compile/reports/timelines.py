@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from apollo_compile.ir import Trace
-from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.values import CounterChange, SegmentBar, Timeline
+from apollo_compile.target.compilation import Compilation
 
 
 def make_timelines(compilation: Compilation, trace: Trace) -> tuple[Timeline, ...]:

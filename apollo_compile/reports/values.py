@@ -204,7 +204,7 @@ class DeviceSummary:
     kind: str
     name: str
     source: str
-    """Source of its profile: see `apollo_compile.device.profile`."""
+    """Source of its profile: see `apollo_compile.target.profile`."""
     units: int
 
 

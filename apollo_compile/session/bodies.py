@@ -14,13 +14,14 @@ from functools import partial
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Code, CompiledBody, Target
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.ir.text import format_count
-from apollo_compile.pipeline import Compilation
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.matmul import Matmul
+from apollo_compile.target.target import Code, CompiledBody, Target
 from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
 from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
-from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, replace_with_onednn
+from apollo_compile.torch_bridge.onednn import find_matmuls, replace_with_onednn
 from apollo_compile.torch_bridge.settings import (
     may_choose_library,
 )

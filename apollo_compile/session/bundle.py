@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from apollo_compile.device.target import Contract
 from apollo_compile.ir import Role
-from apollo_compile.pipeline import Compilation
 from apollo_compile.session.planning import Fallback
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import Contract
 from apollo_compile.torch_bridge.serialize import BundledBody
 
 

@@ -25,11 +25,9 @@ from typing import Any
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Code, Run, Target
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
-from apollo_compile.pipeline import Compilation
 from apollo_compile.progress import Progress
 from apollo_compile.session.bodies import compile_code
 from apollo_compile.session.captured import Revertible, reason_against_capture
@@ -43,6 +41,8 @@ from apollo_compile.session.planning import (
     role_of,
 )
 from apollo_compile.session.restore import Restorer, placeholder_run
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import Code, Run, Target
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
 from apollo_compile.torch_bridge.aot_graph import clone_graph
 from apollo_compile.torch_bridge.cxx_compiler import compiler_complaint

@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Contract, Run
 from apollo_compile.errors import TargetError, UnsupportedGraphError
 from apollo_compile.ir import GraphBreak, Role
-from apollo_compile.pipeline import Compilation
 from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
 from apollo_compile.session.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.profile import DeviceProfile
+from apollo_compile.target.target import Contract, Run
 from apollo_compile.torch_bridge.aot_graph import user_outputs, written_inputs
 from apollo_compile.torch_bridge.compile_context import (
     code_of,

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
+from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.autotune.graphs import GraphTuner
-from apollo_compile.autotune.tuner import CandidateError
 from apollo_compile.config import Config
-from apollo_compile.device.target import Code, CompiledBody, Run, Runnable, Target
 from apollo_compile.ir import LaneId, Trace, Variant, Verdict
-from apollo_compile.pipeline import Compilation
 from apollo_compile.progress import Progress
 from apollo_compile.session.learner import Learner
 from apollo_compile.session.variants import Variants
 from apollo_compile.session.warm_start import are_numbers_fixed
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import Code, CompiledBody, Run, Runnable, Target
 from apollo_compile.torch_bridge.boundary import Boundary
+from apollo_compile.torch_bridge.private_attributes import mark_boxed
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ COMPILE_NS_PER_OPERATOR = 50_000_000
 class CompiledGraph:
     """Runs one FX graph as its current variant; AOTAutograd calls it with a list of inputs, which it empties.
 
-    No slots: AOTAutograd wraps the callable of a backward and finds `_boxed_call` in its `__dict__`.
+    No slots: AOTAutograd wraps the callable of a backward and looks for its mark in `__dict__`.
     """
 
     first: Compilation
@@ -61,10 +62,10 @@ class CompiledGraph:
     """Whether it was ever called."""
     _usual_elements: int = 0
     """Elements of the sized tensors in its first timed call."""
-    _boxed_call: bool = True
 
     def __post_init__(self) -> None:
         """Load the plan."""
+        mark_boxed(self)
         finding = self.first.finding
         self.is_deterministic = are_numbers_fixed()
         self.variants = Variants(self.first, self.code, self.target)

@@ -19,13 +19,14 @@ from typing import TypeVar
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Target
 from apollo_compile.ir import Observations
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.pipeline import Compilation, plan_partition
+from apollo_compile.pipeline import plan_partition
 from apollo_compile.session.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.session.variants import Variants
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import Target
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)

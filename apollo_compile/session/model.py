@@ -11,18 +11,19 @@ from types import CodeType
 from typing import Any
 
 from apollo_compile.autotune.budget import CompileBudget
+from apollo_compile.autotune.candidates import Candidate
 from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN
 from apollo_compile.autotune.graphs import GraphTuner
-from apollo_compile.autotune.tuner import Candidate, Tuner
+from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.config import Config
-from apollo_compile.device.target import Code, Run, Target
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import GraphBreak, Role, Variant, Verdict
-from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.planning import Fallback
 from apollo_compile.session.warm_start import WarmStart
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import Code, Run, Target
 from apollo_compile.torch_bridge.boundary import Boundary
 
 _logger = logging.getLogger(__name__)

@@ -15,17 +15,17 @@ import torch
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Partition, Plan, Role, Variant, check, text
 from apollo_compile.ir.text import format_count
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph
-from apollo_compile.pipeline import Compilation, compile_partition, partition_capture
+from apollo_compile.pipeline import compile_partition, partition_capture
 from apollo_compile.session.warm_start import may_be_autotuned
-from apollo_compile.store.history import Finding
 from apollo_compile.store.plan_file import FILE_NAME, folder_of, save_plan
+from apollo_compile.target.compilation import Compilation, Finding
+from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.structured_trace import trace_artifact
 from apollo_compile.torch_bridge.traced_backward import is_whole_step
 from apollo_compile.units import format_ns

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import fx
 
-from apollo_compile.device.target import Code, Run
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.observe import StageRunner
@@ -25,7 +24,9 @@ from apollo_compile.session.bundle import FallbackBundle, SegmentsBundle, WholeB
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import Fallback, log_summary, reason_to_fall_back
+from apollo_compile.target.target import Code, Run
 from apollo_compile.torch_bridge.compile_scope import shared_kwargs
+from apollo_compile.torch_bridge.private_attributes import mark_boxed
 from apollo_compile.torch_bridge.serialize import (
     bundle_body,
     bundle_code,
@@ -153,9 +154,7 @@ def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mappi
     return compile_again(unbundle_graph(original), settings, **kwargs)
 
 
+@mark_boxed
 def placeholder_run(inputs: list[Any]) -> Sequence[Any]:
     """Placeholder for a graph of a Dynamo graph that falls back; never called, as torch.compile compiles it again."""
     raise AssertionError("a graph that falls back runs what torch.compile makes of it")
-
-
-placeholder_run._boxed_call = True  # type: ignore[attr-defined]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from apollo_compile.device.target import Code, Run, Runnable, Target
 from apollo_compile.ir import Plan, Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.plan import make_serial_plan
-from apollo_compile.pipeline import Compilation, compile_plan
+from apollo_compile.pipeline import compile_plan
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import Code, Run, Runnable, Target
 
 
 class Variants:

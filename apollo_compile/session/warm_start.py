@@ -21,11 +21,11 @@ import torch
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Target
 from apollo_compile.ir import Capture, Partition, Variant, Verdict
-from apollo_compile.pipeline import Compilation
-from apollo_compile.store.history import Finding, History
+from apollo_compile.store.history import History
 from apollo_compile.store.keys import bundle_key, circumstances, finding_key
+from apollo_compile.target.compilation import Compilation, Finding
+from apollo_compile.target.target import Target
 from apollo_compile.torch_bridge.aot_cache import may_cache
 from apollo_compile.torch_bridge.aot_graph import has_custom_operator
 from apollo_compile.torch_bridge.dynamo_graph import module_paths

@@ -21,25 +21,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from apollo_compile.ir import Observations, Plan, Variant, Verdict
 from apollo_compile.store.files import MAX_AGE_S, Dated, FileFormat, FileState, Store
+from apollo_compile.target.compilation import Finding
 
 _logger = logging.getLogger(__name__)
 
 MAX_FILES = 512
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Plan, measurements and variant of one graph, found by an earlier process."""
-
-    observations: Observations
-    """Measurements that the plan was made from."""
-    plan: Plan
-    variant: Variant
-    """The variant that autotuning of its model selected."""
-    verdict: Verdict | None
-    """The verdict of autotuning; None if there was nothing to compare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

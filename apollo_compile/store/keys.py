@@ -20,9 +20,9 @@ from pathlib import Path
 
 import apollo_compile
 from apollo_compile.config import Config
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import Capture, Partition
 from apollo_compile.store.profiles import format_profile
+from apollo_compile.target.profile import DeviceProfile
 
 
 def circumstances(*, profile: DeviceProfile, config: Config, machine: Sequence[object], compiler: str) -> str:

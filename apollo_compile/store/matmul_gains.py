@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.store.files import MAX_AGE_S, Dated, FileFormat, FileState, Store
+from apollo_compile.target.fingerprint import Fingerprint
 
 _logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from apollo_compile.device.fingerprint import Fingerprint, describe_changes
-from apollo_compile.device.profile import DeviceProfile, limit_units
 from apollo_compile.errors import ConfigError
 from apollo_compile.store.files import FileFormat, FileState
+from apollo_compile.target.fingerprint import Fingerprint, describe_changes
+from apollo_compile.target.profile import DeviceProfile, limit_units
 
 _logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.fingerprint import Fingerprint, describe_changes
 from apollo_compile.store.files import Dated, FileFormat, FileState, Found, Store
+from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.fingerprint import Fingerprint, describe_changes
 
 _logger = logging.getLogger(__name__)
 

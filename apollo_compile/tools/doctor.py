@@ -22,11 +22,11 @@ from pathlib import Path
 from apollo_compile.config import Config, load_config
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.device.cpu.machine import machine_fingerprint
-from apollo_compile.device.findings import Finding, Level
 from apollo_compile.errors import ConfigError, PlanFileError
 from apollo_compile.progress import Progress
 from apollo_compile.store.plan_file import read_plans
 from apollo_compile.store.profiles import ProfileState, cached_profile_path, inspect_profile
+from apollo_compile.target.findings import Finding, Level
 
 LEAST_TORCH = (2, 11)
 

@@ -21,12 +21,12 @@ from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
 from apollo_compile.errors import TargetError
 from apollo_compile.ir import Plan, Trace, Variant
-from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import GraphSummary, Stage, State, WhatIf
 from apollo_compile.session.dry_run import DryRun, trace
 from apollo_compile.session.private_copy import with_batch
+from apollo_compile.target.compilation import Compilation
 from apollo_compile.tools.what_if import what_if
 from apollo_compile.torch_bridge.compile_context import original_callable
 from apollo_compile.torch_bridge.fragments import describe_fragments

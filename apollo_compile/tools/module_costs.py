@@ -24,8 +24,6 @@ from torch import fx, nn
 
 from apollo_compile.config import Config, load_config
 from apollo_compile.device.open import select_profile
-from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Run
 from apollo_compile.distributed.loader.costs import REST, ModuleCosts, ModuleTable, owner_of
 from apollo_compile.errors import TargetError, UnsupportedGraphError
 from apollo_compile.ir import Capture, Observations, Partition
@@ -36,6 +34,8 @@ from apollo_compile.passes.partition import partition_graph, resize_partition
 from apollo_compile.session.planning import role_of
 from apollo_compile.session.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
 from apollo_compile.store.profiles import load_profile
+from apollo_compile.target.profile import DeviceProfile
+from apollo_compile.target.target import Run
 from apollo_compile.torch_bridge.boundary import extract_boundary
 from apollo_compile.torch_bridge.compile_context import compile_apart, original_callable
 from apollo_compile.torch_bridge.dynamic_sizes import find_size, follow_dimension

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from apollo_compile.config import Config
-from apollo_compile.device.profile import DeviceProfile, limit_units
 from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.ir import Observations
 from apollo_compile.ir.text import format_count
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.values import WhatIf
 from apollo_compile.store.profiles import load_profile
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.profile import DeviceProfile, limit_units
 
 _logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from torch._functorch._aot_autograd import aot_autograd_result
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, FXGraphCacheMiss
 from torch._inductor.output_code import OutputCode
 
-from apollo_compile.device.target import Run
 from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.target.target import Run
 from apollo_compile.torch_bridge.signatures import Signatures, check_signatures
 
 _logger = logging.getLogger(__name__)

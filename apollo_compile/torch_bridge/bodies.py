@@ -23,9 +23,9 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from apollo_compile.device.target import CompiledBody, KeepsPython
 from apollo_compile.ir import Body
 from apollo_compile.operators.writes import resizes_storage
+from apollo_compile.target.target import CompiledBody, KeepsPython
 from apollo_compile.torch_bridge.aot_graph import clone_graph, has_custom_operator
 from apollo_compile.torch_bridge.attention_seeds import read_seeds_anywhere
 from apollo_compile.torch_bridge.boundary import with_numbers

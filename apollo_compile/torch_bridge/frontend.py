@@ -23,7 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx
 
-from apollo_compile.device.target import Run
+from apollo_compile.target.target import Run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache, CachedGraph, unbundled_by
 from apollo_compile.torch_bridge.joint_passes import JointPasses
 from apollo_compile.torch_bridge.traced_backward import remember_modules

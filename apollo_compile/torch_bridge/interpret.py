@@ -23,7 +23,7 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
-from apollo_compile.device.target import CompiledBody, Run
+from apollo_compile.target.target import CompiledBody, Run
 from apollo_compile.torch_bridge.attention_seeds import read_seeds_anywhere
 from apollo_compile.torch_bridge.boundary import with_numbers
 from apollo_compile.torch_bridge.layouts import report_output_strides

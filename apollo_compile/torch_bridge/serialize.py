@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from apollo_compile.device.target import CompiledBody, KeepsPython, Run
 from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.target.target import CompiledBody, KeepsPython, Run
 from apollo_compile.torch_bridge.bodies import finish_native, release_module, with_entry
 from apollo_compile.torch_bridge.compile_scope import body_options, compile_lock, native_code
 

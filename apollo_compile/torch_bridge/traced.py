@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from apollo_compile.device.target import Contract
+from apollo_compile.target.target import Contract
 from apollo_compile.torch_bridge.aot_graph import user_outputs, written_inputs
 from apollo_compile.torch_bridge.boundary import Boundary, extract_boundary
 from apollo_compile.torch_bridge.cuda_private import find_uncapturable

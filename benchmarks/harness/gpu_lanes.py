@@ -14,8 +14,8 @@ import torch
 from apollo_compile.device.gpu.check.examine import split_lanes
 from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.run.launch import Launcher
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.target.lanes import lane_catalogue
 
 SPIN_NS = 1_000_000
 """How long a kernel spins that is to be seen by a clock."""

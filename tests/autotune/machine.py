@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from apollo_compile.autotune.budget import CompileBudget
+from apollo_compile.autotune.candidates import Candidate, CandidateError
 from apollo_compile.autotune.comparison import MAX_ROUNDS, MIN_ROUNDS, PER_CALL
 from apollo_compile.autotune.drift import DRIFT_STEPS, WATCH_EVERY
 from apollo_compile.autotune.graphs import GraphTuner
-from apollo_compile.autotune.tuner import Candidate, CandidateError, Tuner
+from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Standing, Variant, Verdict
 
 SERIAL, PLAN, INDUCTOR = Variant.SERIAL, Variant.PLAN, Variant.INDUCTOR

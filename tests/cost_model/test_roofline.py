@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.cost_model.roofline import predict, predict_kernel
-from apollo_compile.device.profile import Arithmetic, Rate
 from apollo_compile.ir import Kernel, KernelKind, Work
+from apollo_compile.target.profile import Arithmetic, Rate
 from tests.profiles import CPU, CUDA
 
 

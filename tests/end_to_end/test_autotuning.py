@@ -25,14 +25,14 @@ from apollo_compile.session import compile as session_compile
 from apollo_compile.session import registry
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.store.history import Finding
+from apollo_compile.target.compilation import Finding
 from apollo_compile.torch_bridge import whole
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
 AUTOTUNED = {
     "debug.strict": True,
-    "device.profile": "cpu",
+    "target.profile": "cpu",
     "plan.min_gain": 0.0,
     "plan.remember": False,
     "plan.replan": False,

@@ -21,10 +21,10 @@ import apollo_compile
 from apollo_compile.config import load_config
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Role
-from apollo_compile.pipeline import Compilation
 from apollo_compile.session import compile as session_compile
 from apollo_compile.session import registry
 from apollo_compile.session.planning import reason_to_fall_back
+from apollo_compile.target.compilation import Compilation
 from apollo_compile.torch_bridge import bodies, joint_passes
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
@@ -184,7 +184,7 @@ def test_that_a_graph_falls_back_is_remembered(
     """The next process plans nothing to find out, and says the same."""
     model = Product()
     x = a_batch(model)
-    options = {**USUAL, "plan.remember": True, "device.cache": tmp_path, "device.profile": "cpu"}
+    options = {**USUAL, "plan.remember": True, "device.cache": tmp_path, "target.profile": "cpu"}
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         for _ in range(2):
             train(model, lambda run: run(x).square().mean(), steps=1, backend="apollo", options=options)

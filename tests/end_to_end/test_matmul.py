@@ -21,9 +21,9 @@ from apollo_compile.device.cpu import target as cpu_target
 from apollo_compile.device.cpu.matmul_libraries import Libraries
 from apollo_compile.distributed.ranks import Ranks, Store
 from apollo_compile.session import backend, registry
+from apollo_compile.target.matmul import Matmul
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.interpret import real_tensors
-from apollo_compile.torch_bridge.onednn import Matmul
 from apollo_compile.torch_bridge.settings import may_choose_library
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, two_tower_inputs

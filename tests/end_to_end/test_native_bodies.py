@@ -18,10 +18,10 @@ from torch._inductor.output_code import OutputCode
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile.device.target import CompiledBody
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.session import bodies as session_bodies
 from apollo_compile.session import registry
+from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.overrides import check_overrides
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from apollo_compile.ir import Role
-from apollo_compile.pipeline import Compilation
 from apollo_compile.session import registry
+from apollo_compile.target.compilation import Compilation
 from apollo_compile.tools.report import report
 from tests.end_to_end.models import STRICT, Tower, TwoTowers, two_tower_inputs
 

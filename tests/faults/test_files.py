@@ -17,9 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apollo_compile import __version__
-from apollo_compile.device.fingerprint import Fingerprint
-from apollo_compile.device.lanes import lane_catalogue
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import ApolloError, ConfigError, InvariantError, PlanFileError, RankError, ReportFileError
@@ -28,13 +25,17 @@ from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.pipeline import Compilation, Decision
+from apollo_compile.pipeline import Decision
 from apollo_compile.reports.diff import compare, sides_of_plans
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
-from apollo_compile.store.history import Finding, History
+from apollo_compile.store.history import History
 from apollo_compile.store.plan_file import check_fits, load_plan, read_plans, save_plan
 from apollo_compile.store.profiles import ProfileState, default_profile, format_profile, inspect_profile, load_profile
+from apollo_compile.target.compilation import Compilation, Finding
+from apollo_compile.target.fingerprint import Fingerprint
+from apollo_compile.target.lanes import lane_catalogue
+from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.tools.cli import main
 from tests.builders import chains, random_costs, random_graph, random_plan
 from tests.faults.mutations import damaged_bytes, damaged_json

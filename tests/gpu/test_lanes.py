@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 
-from apollo_compile.device.findings import Level
 from apollo_compile.device.gpu.check.examine import examine_cuda
 from apollo_compile.device.gpu.check.self_check import run_checks
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import TorchGpu
 from apollo_compile.session import registry
+from apollo_compile.target.findings import Level
 from benchmarks.gpu_training_checks import OPTIONS as CHECKED
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 

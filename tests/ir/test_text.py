@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.ir import LaneId, SegmentId, Span, Trace, text
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.target.lanes import lane_catalogue, useful_lanes
 from tests.builders import costs, graph, plan, random_costs, random_graph, random_lanes
 from tests.ir.check.test_graph import capture, partition
 

@@ -13,9 +13,9 @@ from torch import nn
 from apollo_compile.config import Config
 from apollo_compile.ir import Partition, Role, Segment
 from apollo_compile.passes.partition import partition_graph
-from apollo_compile.pipeline import Compilation
 from apollo_compile.session.dry_run import trace
 from apollo_compile.store.profiles import default_profile
+from apollo_compile.target.compilation import Compilation
 from benchmarks.workloads.act import Act, FrozenBatchNorm, ResNet
 from tests.end_to_end.models import EmbeddedTowers, TwoTowers
 from tests.passes.test_partition import (

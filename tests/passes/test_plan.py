@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
 from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, Plan, SegmentGraph
 from apollo_compile.ir.check import check_plan
@@ -22,6 +21,7 @@ from apollo_compile.passes.plan import (
 )
 from apollo_compile.planner import apart
 from apollo_compile.store.profiles import default_profile
+from apollo_compile.target.lanes import lane_catalogue, useful_lanes
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
 from tests.builders import plan as place
 from tests.planner.oracle import find_optimum
@@ -309,7 +309,7 @@ def test_a_memory_quota_that_nothing_keeps_is_an_error_that_names_the_largest_se
 _PLAN_IN_A_PROCESS = """
 import json, random, sys
 from apollo_compile.json_form import to_json
-from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.solve import Effort, solve
 from tests.builders import random_costs, random_graph

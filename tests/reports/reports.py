@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import (
     Body,
     Capture,
@@ -25,11 +24,12 @@ from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import WhatIf
 from apollo_compile.store.profiles import default_profile
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.lanes import lane_catalogue
 from benchmarks.graphs import WORKLOADS, load_graphs
 
 UNITS = 4

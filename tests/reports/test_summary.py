@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import (
     Body,
     BodyId,
@@ -31,12 +30,13 @@ from apollo_compile.ir.check import check_memory, check_partition, check_program
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Timeline
 from apollo_compile.store.profiles import default_profile
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
 from tests.reports.reports import VERDICT

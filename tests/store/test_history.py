@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import Observations, Standing, Verdict
 from apollo_compile.store.files import MAX_AGE_S
-from apollo_compile.store.history import MAX_FILES, Finding, History
+from apollo_compile.store.history import MAX_FILES, History
+from apollo_compile.target.compilation import Finding
+from apollo_compile.target.lanes import lane_catalogue
 from tests.builders import random_costs, random_graph, random_plan
 
 

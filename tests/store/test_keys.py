@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from apollo_compile.config import Config, load_config
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role
 from apollo_compile.passes.partition import partition_graph
 from apollo_compile.store.keys import bundle_key, circumstances, finding_key
 from apollo_compile.store.profiles import default_profile
+from apollo_compile.target.profile import DeviceProfile
 
 PROFILE = default_profile(4)
 

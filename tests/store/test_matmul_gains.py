@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.store import matmul_gains
 from apollo_compile.store.files import MAX_AGE_S
 from apollo_compile.store.matmul_gains import MatmulGains
+from apollo_compile.target.fingerprint import Fingerprint
 
 MINE = Fingerprint(device="a CPU", driver=None, torch="2.11", cores=4, units=2)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import PlanFileError
 from apollo_compile.ir import CostTable, Lane, Plan, SegmentGraph
 from apollo_compile.ir.check import check_plan
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.store.plan_file import FILE_NAME, fingerprint, folder_of, load_plan, save_plan
+from apollo_compile.target.lanes import lane_catalogue
 from tests.builders import chains, graph, random_costs, random_graph, random_plan
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from apollo_compile.device.cpu.machine import machine_fingerprint
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import ConfigError
 from apollo_compile.ir import KernelKind
 from apollo_compile.store.profiles import default_profile, load_profile, packaged_profiles, save_profile
+from apollo_compile.target.lanes import lane_catalogue
 from tests.profiles import CPU
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.store.files import FileState
 from apollo_compile.store.self_checks import FORMAT, RETRY_S, SelfCheck, SelfChecks
+from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.fingerprint import Fingerprint
 
 MINE = Fingerprint(device="NVIDIA H200", driver="580.1 (CUDA 13000)", torch="2.11", cores=132, units=132)
 FINE = Finding(level=Level.OK, subject="hand-overs", message="are in order")

@@ -36,8 +36,8 @@ from apollo_compile.device.cpu.execute import keep_memory, most_units
 from apollo_compile.device.cpu.fit import fit_profile
 from apollo_compile.device.cpu.probes import TimedProbe, make_probes
 from apollo_compile.device.cpu.runtime import RuntimePrograms
-from apollo_compile.device.lanes import lane_catalogue, useful_lanes
-from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.target.lanes import lane_catalogue, useful_lanes
+from apollo_compile.target.profile import DeviceProfile
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with the phase, the number of steps done, and the number of steps."""

@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from apollo_compile.device.cpu.machine import cpu_model, machine_fingerprint
-from apollo_compile.device.profile import DeviceProfile, Rate
 from apollo_compile.ir import KernelKind
 from apollo_compile.store.profiles import cached_profile_path, default_profile, find_profile, save_profile
+from apollo_compile.target.profile import DeviceProfile, Rate
 from apollo_compile.units import NS_PER_S
 
 _logger = logging.getLogger(__name__)

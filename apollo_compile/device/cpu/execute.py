@@ -21,7 +21,6 @@ import torch
 from apollo_compile import _native
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.device.cpu.cores import CoreShare, share_cores
-from apollo_compile.device.target import CompiledBody
 from apollo_compile.errors import RuntimeClosedError
 from apollo_compile.ir import (
     Instruction,
@@ -38,6 +37,7 @@ from apollo_compile.ir import (
     Trace,
     Wait,
 )
+from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.handles import (
     error_text_address,
     from_handles,

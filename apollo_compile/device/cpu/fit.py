@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from apollo_compile.device.cpu.machine import cpu_model
 from apollo_compile.device.cpu.probes import Probe, Sample
 from apollo_compile.device.cpu.runtime import RuntimeTimes
-from apollo_compile.device.profile import Arithmetic, DeviceProfile, Rate, rate_at
 from apollo_compile.ir import KernelKind
+from apollo_compile.target.profile import Arithmetic, DeviceProfile, Rate, rate_at
 from apollo_compile.units import NS_PER_S
 
 _LEAST_SHARE = 0.1

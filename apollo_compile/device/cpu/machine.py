@@ -12,7 +12,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-from apollo_compile.device.fingerprint import Fingerprint, installed_torch
+from apollo_compile.target.fingerprint import Fingerprint, installed_torch
 
 CPU_FACTS = Path("/proc/cpuinfo")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "sve2", "i8mm", "bf16", "sme")

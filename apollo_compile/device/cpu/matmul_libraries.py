@@ -34,7 +34,8 @@ import torch
 
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.store.matmul_gains import MatmulGains
-from apollo_compile.torch_bridge.onednn import Matmul, call_onednn
+from apollo_compile.target.matmul import Matmul
+from apollo_compile.torch_bridge.onednn import call_onednn
 
 _logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from apollo_compile.device.cpu.cores import core_topology
 from apollo_compile.device.cpu.execute import Executable, core_share, keep_memory, start_lanes, trim_memory
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.device.cpu.matmul_libraries import libraries_in
-from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Code, Run, Target, Unsegmented
 from apollo_compile.ir import Lane, Variant
 from apollo_compile.json_form import to_json
-from apollo_compile.pipeline import Compilation
 from apollo_compile.store.profiles import cached_profile_path, inspect_profile
-from apollo_compile.torch_bridge.onednn import Matmul
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.matmul import Matmul
+from apollo_compile.target.profile import DeviceProfile
+from apollo_compile.target.target import Code, Run, Target, Unsegmented
 
 
 class CpuTarget:

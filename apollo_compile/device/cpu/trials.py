@@ -14,7 +14,6 @@ from enum import Enum, auto
 import torch
 
 from apollo_compile.device.cpu.execute import Executable
-from apollo_compile.device.target import CompiledBody
 from apollo_compile.ir import (
     BodyId,
     Buffer,
@@ -32,6 +31,7 @@ from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import plan_in_order
 from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.target.target import CompiledBody
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

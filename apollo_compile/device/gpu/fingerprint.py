@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from apollo_compile.device.fingerprint import Fingerprint, installed_torch
+from apollo_compile.target.fingerprint import Fingerprint, installed_torch
 
 DRIVER_RELEASE = Path("/sys/module/nvidia/version")
 """File with the release of NVIDIA's driver on Linux."""

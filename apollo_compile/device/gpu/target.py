@@ -11,18 +11,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Gpu, Sharing
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.run.urgency import rank_lanes
 from apollo_compile.device.gpu.run.whole import as_one_segment
-from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Code, CompiledBody, Run, Target
 from apollo_compile.ir import Lane, Role, SegmentGraph, Variant
 from apollo_compile.json_form import to_json
-from apollo_compile.pipeline import Compilation
-from apollo_compile.torch_bridge.onednn import Matmul
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.fingerprint import Fingerprint
+from apollo_compile.target.matmul import Matmul
+from apollo_compile.target.profile import DeviceProfile
+from apollo_compile.target.target import Code, CompiledBody, Run, Target
 
 
 class GpuTarget:

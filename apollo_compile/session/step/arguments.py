@@ -8,6 +8,7 @@ from numbers import Real
 from torch import nn
 
 from apollo_compile.errors import ConfigError, TargetError
+from apollo_compile.torch_bridge.private_attributes import is_compiled_module
 
 
 def check_arguments(
@@ -22,7 +23,7 @@ def check_arguments(
     """
     if not isinstance(model, nn.Module):
         raise TargetError(f"cannot compile steps of a {type(model).__name__}: expected a torch.nn.Module")
-    if hasattr(model, "_orig_mod"):
+    if is_compiled_module(model):
         raise TargetError("the model is compiled already: pass the module that was given to torch.compile")
     if not callable(loss_fn):
         raise TargetError(f"loss_fn is a {type(loss_fn).__name__}; expected a function, loss_fn(model, micro_batch)")

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import CompiledBody
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import (
     Body,
@@ -34,8 +32,8 @@ from apollo_compile.ir import (
 )
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.compose import Call, compose_step
-from apollo_compile.pipeline import Compilation, plan_partition
-from apollo_compile.session.step.micro_batch import TANGENT, Half, Micro, names_of
+from apollo_compile.pipeline import plan_partition
+from apollo_compile.session.step.micro_batch import Half, Micro, names_of
 from apollo_compile.session.step.segments import (
     Group,
     OneSegment,
@@ -46,7 +44,11 @@ from apollo_compile.session.step.segments import (
     update_parameters,
 )
 from apollo_compile.session.step.sightings import Others
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.profile import DeviceProfile
+from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.private_attributes import TANGENT
 
 _NO_OTHERS = Others()
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.config import Config
-from apollo_compile.device.target import Target
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.session.step.graph import (
@@ -30,6 +29,7 @@ from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link
 from apollo_compile.session.step.rivals import Rival
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
+from apollo_compile.target.target import Target
 from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep, problem_of_replays
 from apollo_compile.torch_bridge.storages import WrittenMemory

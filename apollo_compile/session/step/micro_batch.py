@@ -15,16 +15,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from apollo_compile.device.target import CompiledBody, Contract, Run
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import BufferId, Observations, Role, SegmentGraph
 from apollo_compile.passes.join import join_segments
-from apollo_compile.pipeline import Compilation
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
-
-TANGENT = "tangents_"
-"""How AOTAutograd's names of gradients that a backward is given begin."""
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import CompiledBody, Contract, Run
+from apollo_compile.torch_bridge.private_attributes import TANGENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from apollo_compile.config import Config
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role
-from apollo_compile.pipeline import Compilation
 from apollo_compile.session.dry_run import DryRun, trace
 from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import Half, join_halves
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
 from apollo_compile.torch_bridge.optimizers import StepInParts
 

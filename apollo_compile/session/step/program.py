@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Code, Contract, Target
 from apollo_compile.ir import Variant
 from apollo_compile.session.step.graph import StepGraph, plan_step
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.variants import Variants
+from apollo_compile.target.target import Code, Contract, Target
 from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.private_attributes import has_gradient_hooks
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep
 from apollo_compile.torch_bridge.storages import WrittenMemory
 
@@ -72,7 +73,7 @@ class StepProgram:
         if any(other.grad is not None for other in self.others):
             return "gradients are clipped, and a parameter that gets none in this step has one"
         for parameter in self.parameters:
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            if has_gradient_hooks(parameter):
                 return "a gradient has hooks"
             if parameter.grad is not None:
                 if self.is_clipped or (self.optimizer is not None and self.optimizer.has(parameter)):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from apollo_compile.autotune.tuner import CandidateError
+from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.config import Config
 from apollo_compile.ir import Variant
 from apollo_compile.operators.entry import WorkKind

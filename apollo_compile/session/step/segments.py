@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from apollo_compile.device.target import CompiledBody
 from apollo_compile.ir import (
     BodyId,
     Buffer,
@@ -26,6 +25,7 @@ from apollo_compile.ir import (
     Work,
     merge_kernels,
 )
+from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.optimizers import StepInParts
 
 _NORM_BYTES = 4

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apollo_compile.autotune.tuner import CandidateError
+from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.config import load_config
 from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
 from apollo_compile.ir import Variant

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from apollo_compile.autotune.budget import CompileBudget
+from apollo_compile.autotune.candidates import Candidate, CandidateError
 from apollo_compile.autotune.comparison import PER_CALL, PER_TURN
-from apollo_compile.autotune.tuner import Candidate, CandidateError, Tuner
+from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.rivals import Rival, compile_ns

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 from apollo_compile.cost_model.roofline import predict  # noqa: E402
 from apollo_compile.device.cpu.calibrate import calibrate  # noqa: E402
 from apollo_compile.device.cpu.execute import available_units  # noqa: E402
-from apollo_compile.device.lanes import lane_catalogue  # noqa: E402
-from apollo_compile.device.profile import DeviceProfile  # noqa: E402
 from apollo_compile.ir import KernelKind, Work  # noqa: E402
 from apollo_compile.store.profiles import load_profile  # noqa: E402
+from apollo_compile.target.lanes import lane_catalogue  # noqa: E402
+from apollo_compile.target.profile import DeviceProfile  # noqa: E402
 from apollo_compile.tools.cli import main  # noqa: E402
 
 

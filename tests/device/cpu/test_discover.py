@@ -12,8 +12,8 @@ import pytest
 from apollo_compile.device.cpu import discover
 from apollo_compile.device.cpu.discover import discover_profile
 from apollo_compile.device.cpu.machine import machine_fingerprint
-from apollo_compile.device.profile import Rate
 from apollo_compile.store.profiles import cached_profile_path, default_profile, inspect_profile, save_profile
+from apollo_compile.target.profile import Rate
 from tests.profiles import CPU
 
 

@@ -14,7 +14,7 @@ import torch
 
 from apollo_compile.device.cpu import matmul_libraries
 from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS, MARGIN, MOST_BYTES, MOST_FLOPS, Libraries
-from apollo_compile.torch_bridge.onednn import Matmul
+from apollo_compile.target.matmul import Matmul
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 

@@ -15,10 +15,10 @@ from torch import nn
 from apollo_compile.config import Config
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
-from apollo_compile.device.profile import limit_units
 from apollo_compile.ir import Variant
 from apollo_compile.step import Step, compile_step
 from apollo_compile.store.profiles import load_profile
+from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.device.gpu.fake_gpu import FakeGpu

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import Plan, Quota, check
+from apollo_compile.target.lanes import lane_catalogue
 from tests.builders import costs, graph, plan
 
 GRAPH = graph((), (), (0, 1))

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import BufferId, Dependency, SegmentId, check
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.target.lanes import lane_catalogue
 from tests.builders import costs, graph, plan
 
 GRAPH = graph((), (), (0, 1))

@@ -29,12 +29,12 @@ from typing import Protocol
 import torch
 
 from apollo_compile.config import cuda_connections
-from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.run.gpu import Recording, Stream, TorchGpu, atoms_of
 from apollo_compile.device.gpu.run.launch import Launcher
-from apollo_compile.device.lanes import atom_borders
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.lanes import atom_borders
 from apollo_compile.units import format_ns
 
 NUM_LAUNCHES = 20

@@ -22,14 +22,12 @@ from typing import Any, cast
 
 import torch
 
-from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.check.examine import split_lanes
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Body, Gpu, Recording
 from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.run.torch_capture import TorchRecording
-from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.ir import (
     BodyId,
     Buffer,
@@ -47,6 +45,8 @@ from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import plan_in_order
 from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.target import CompiledBody, Contract
 
 NUM_LEVELS = 12
 """Hand-overs in either direction."""

@@ -32,13 +32,13 @@ from pathlib import Path
 import torch
 
 from apollo_compile.config import environment_of_one_process
-from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.device.gpu.check.examine import attempt, examine_lanes
 from apollo_compile.device.gpu.check.experiments import TRIALS, Trial
 from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
 from apollo_compile.device.gpu.run.gpu import TorchGpu, require_cuda
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
+from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.fingerprint import Fingerprint
 
 _logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from apollo_compile.device.gpu.run.gpu import Gpu, Stream
 from apollo_compile.device.gpu.run.launch import Launcher, Releases, find_releases, order_after
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.run.quota import account
-from apollo_compile.device.target import Contract
 from apollo_compile.ir import BufferId, LaneId, Launch, Program, Role, SegmentGraph, SegmentId, Variant
+from apollo_compile.target.target import Contract
 from apollo_compile.torch_bridge.storages import storages_of
 from apollo_compile.units import format_bytes
 

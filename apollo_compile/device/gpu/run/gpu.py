@@ -21,9 +21,9 @@ import torch
 from apollo_compile import _native
 from apollo_compile.device.gpu.run.memory import LiveCaptures
 from apollo_compile.device.gpu.run.torch_capture import TorchRecording, alias_tensors, capture_with_torch
-from apollo_compile.device.lanes import atom_borders
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane
+from apollo_compile.target.lanes import atom_borders
 from apollo_compile.torch_bridge.cuda_private import units_left_out
 from apollo_compile.units import NS_PER_MS
 

@@ -12,8 +12,8 @@ import torch
 from apollo_compile.device.gpu.run.captured import Captured
 from apollo_compile.device.gpu.run.copies import storage_address
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.target import Contract
 from apollo_compile.ir import Role, Variant
+from apollo_compile.target.target import Contract
 
 
 class InPlace:

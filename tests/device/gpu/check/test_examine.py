@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from apollo_compile.device.findings import Level
 from apollo_compile.device.gpu.check.examine import (
     CapturedKernel,
     Census,
@@ -22,6 +21,7 @@ from apollo_compile.device.gpu.check.examine import (
 )
 from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.ir import LaneId, SegmentId
+from apollo_compile.target.findings import Level
 from tests.builders import graph, plan
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.run.test_launch import bodies_of, program_of

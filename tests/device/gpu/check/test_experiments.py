@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.check.experiments import TRIALS, try_dropout, try_hand_overs, try_training_step
 from apollo_compile.device.gpu.check.self_check import run_checks
 from apollo_compile.device.gpu.run.gpu import Body, Stream
 from apollo_compile.ir import Lane
+from apollo_compile.target.findings import Finding, Level
 from tests.device.gpu.check.test_examine import CensusGpu
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
 

@@ -15,13 +15,13 @@ import torch
 
 from apollo_compile.config import load_config
 from apollo_compile.device.cpu.target import CpuTarget
-from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.device.gpu.check.self_check import check_apart, check_gpu, describe, unavailable_reason
 from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.store.profiles import default_profile, load_profile
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
+from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.fingerprint import Fingerprint
 from tests.device.gpu.fake_gpu import FakeGpu
 
 GPU = SimpleNamespace(

@@ -23,8 +23,6 @@ from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.run.launch import Releases, find_releases
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.lanes import lane_catalogue
-from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.ir import (
     BodyId,
     Buffer,
@@ -38,6 +36,8 @@ from apollo_compile.ir import (
     SegmentId,
     Work,
 )
+from apollo_compile.target.lanes import lane_catalogue
+from apollo_compile.target.target import CompiledBody, Contract
 from tests.builders import plan, random_costs, random_plan, seeds
 from tests.device.gpu.arena import ROUNDING
 from tests.device.gpu.fake_gpu import FakeGpu

@@ -17,7 +17,6 @@ from apollo_compile.device.gpu.run.execute import WARMUP_RUNS, CudaExecutable
 from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.run.whole import as_one_segment
-from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.ir import (
     Buffer,
@@ -28,6 +27,7 @@ from apollo_compile.ir import (
     SegmentGraph,
     SegmentId,
 )
+from apollo_compile.target.target import CompiledBody, Contract
 from tests.builders import LETTERS, graph, plan
 from tests.device.gpu.arena import SEGMENT_BYTES
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu

@@ -9,7 +9,6 @@ import torch
 from apollo_compile.device.gpu.run.gpu import atoms_of
 from apollo_compile.device.gpu.run.launch import Launcher, host_order
 from apollo_compile.device.gpu.run.urgency import rank_lanes
-from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import (
     CostSource,
@@ -29,6 +28,7 @@ from apollo_compile.ir.check import check_memory, check_program
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.target.lanes import lane_catalogue, useful_lanes
 from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from apollo_compile.device.profile import Rate, limit_units
 from apollo_compile.store.profiles import load_profile
+from apollo_compile.target.profile import Rate, limit_units
 from tests.profiles import CPU
 
 

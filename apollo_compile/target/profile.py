@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import KernelKind, Lane
+from apollo_compile.target.lanes import lane_catalogue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from apollo_compile.device.lanes import atom_borders, lane_catalogue, useful_lanes
 from apollo_compile.ir import Lane
+from apollo_compile.target.lanes import atom_borders, lane_catalogue, useful_lanes
 
 H200 = (*[8] * 14, 20)
 """Its atoms."""

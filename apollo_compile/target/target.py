@@ -15,16 +15,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import Lane, LaneId, Observations, Trace, Variant
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.matmul import Matmul
+from apollo_compile.target.profile import DeviceProfile
 
 if TYPE_CHECKING:
     import ctypes
 
     import torch
-
-    from apollo_compile.pipeline import Compilation
-    from apollo_compile.torch_bridge.onednn import Matmul
 
 Run = Callable[[list[Any]], Sequence[Any]]
 """Runs a graph: takes the inputs in a list, which it empties, and returns the outputs."""

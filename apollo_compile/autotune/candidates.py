@@ -1,0 +1,107 @@
+"""The candidates of a tuner, and which of them are compiled.
+
+Candidate                    one way to run the steps
+Candidates(...).compiled()   those that can run; `late` ones wait to be compiled, `lost` ones need not be
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from apollo_compile.ir import Variant, Verdict
+
+
+class CandidateError(Exception):
+    """A candidate cannot be compiled, or computes something else; the others still compete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run the steps."""
+
+    variant: Variant
+    prepare: Callable[[], None] | None = None
+    """Compiles it, and raises CandidateError if it cannot be; None if it can run now."""
+    cost_ns: int = 0
+    """Approximate duration of `prepare`, or of the steps until `is_ready`."""
+    is_late: bool = False
+    """Whether it waits for the budget."""
+    is_urgent: Callable[[Verdict], bool] = lambda verdict: False
+    """Whether a late candidate is compiled at once, given the verdict without it."""
+    is_ready: Callable[[], bool] = lambda: True
+    """Whether its steps may be timed; until then it runs untimed steps, in which it compiles."""
+
+
+class Candidates:
+    """The candidates of one decision, the simplest first."""
+
+    def __init__(self, candidates: Sequence[Candidate] = ()) -> None:
+        self._all = {each.variant: each for each in candidates}
+        self._late = {each.variant: each for each in candidates if each.is_late}
+        self._lost: dict[Variant, Candidate] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    @property
+    def late(self) -> Sequence[Variant]:
+        """Variants that wait to be compiled, in this order."""
+        return tuple(self._late)
+
+    def compiled(self) -> list[Variant]:
+        """Return the variants that can run now, or compile in their own steps."""
+        return [each for each in self._all if each not in self._late and each not in self._lost]
+
+    def in_order(self, variants: Iterable[Variant]) -> list[Variant]:
+        """Return known variants, the simplest first."""
+        wanted = set(variants)
+        return [each for each in self._all if each in wanted]
+
+    def forget(self, variant: Variant) -> None:
+        """Compare a variant no more."""
+        for known in (self._all, self._late, self._lost):
+            known.pop(variant, None)
+
+    def prepare(self, variant: Variant) -> None:
+        """Compile a late candidate, which is not late from then on.
+
+        Raises:
+            CandidateError: it cannot be compiled; it is forgotten.
+            BaseException: an interrupt; it is still late.
+        """
+        candidate = self._late.pop(variant)
+        try:
+            if candidate.prepare is not None:
+                candidate.prepare()
+        except CandidateError:
+            self.forget(variant)
+            raise
+        except BaseException:
+            self._late = {variant: candidate, **self._late}
+            raise
+
+    def leave_out_losers(self, verdict: Verdict) -> None:
+        """Compile no late candidate that lost in an earlier process, until `restore_losers`."""
+        lost = [Variant(each.name) for each in verdict.standings if each.name in self._late]
+        self._lost = {variant: self._late.pop(variant) for variant in lost}
+
+    def restore_losers(self) -> None:
+        """Let such candidates be compiled once that is due."""
+        self._late, self._lost = {**self._lost, **self._late}, {}
+
+    def unready(self, variants: Iterable[Variant]) -> Variant | None:
+        """Return one of these that still compiles in its own steps; None if there is none."""
+        known = (self._all[each] for each in variants if each in self._all)
+        return next((each.variant for each in known if not each.is_ready()), None)
+
+    def urgent(self, verdict: Verdict | None) -> Variant | None:
+        """Return a late candidate that is to be compiled at once, given this verdict of this process."""
+        if verdict is None or verdict.is_remembered:
+            return None
+        return next((variant for variant, each in self._late.items() if each.is_urgent(verdict)), None)
+
+    def due(self, allows: Callable[[int], bool]) -> Variant | None:
+        """Return the first late candidate if its cost is allowed."""
+        first = next(iter(self._late.values()), None)
+        return first.variant if first is not None and allows(first.cost_ns) else None
