@@ -18,13 +18,13 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 from apollo_compile.autotune.budget import CompileBudget
-from apollo_compile.autotune.candidates import Candidate, CandidateError, Candidates
-from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, Comparison, Rules
+from apollo_compile.autotune.candidates import Candidate, CandidateError
+from apollo_compile.autotune.comparison import PER_CALL, Comparison, Rules
+from apollo_compile.autotune.decision import Decision, unmeasured
 from apollo_compile.autotune.drift import WATCH_EVERY, StepWatch
-from apollo_compile.ir import Standing, Variant, Verdict
+from apollo_compile.ir import Variant, Verdict
 
 _logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class _Turn:
         self._begin_ns = None
 
 
-class Tuner:
+class Tuner(Decision):
     """Selects the variant that runs the steps of one subject; see the top of this file.
 
     Arguments:
@@ -87,28 +87,17 @@ class Tuner:
         now_ns: Callable[[], int] = time.perf_counter_ns,
         is_watched: bool = True,
     ) -> None:
-        self.current = Variant.PLAN
-        """The variant of the current step."""
-        self.verdict: Verdict | None = None
+        super().__init__(rules)
         self.is_timed = False
         """Whether the current step is timed."""
         self._name = name
-        self._rules = rules
         self._budget = budget
         self._tell, self._keep, self._trim = tell, keep, trim_memory
         self.clock = clock
         self._turn = _Turn(now_ns) if rules.is_timed_by_turn else None
-        self._candidates = Candidates()
-        self._required: Collection[int] = (0,)
-        self._winner = Variant.PLAN
-        self._comparison: Comparison | None = None
         self._remaining: Collection[str] = ()
-        self._spent_ns = 0
-        """How long steps waited for compiles of the candidates."""
         self.is_watched = is_watched
         self._watch = StepWatch(clock if rules.is_timed_by_turn else None)
-        self._is_confirmed = False
-        """Whether the latest comparison had the winner of the one before."""
         self._last_ns = 0
         _tuners.add(self)
 
@@ -144,10 +133,6 @@ class Tuner:
         self.verdict = None
         self._take([Candidate(variant=variant)], variant, (0,))
         self._settle_on(variant)
-
-    def forget(self, variant: Variant) -> None:
-        """Compare this loser no more."""
-        self._candidates.forget(variant)
 
     def drop(self, variant: Variant) -> None:
         """Compare and run this candidate no more; the others are compared again if it was running."""
@@ -196,6 +181,7 @@ class Tuner:
             if chosen is not None:
                 return self._run_step_of(comparison, Variant(chosen))
             self._end_comparison(comparison)
+            self._conclude()
         return self.current
 
     def record(self, ns: int, part: int = 0) -> None:
@@ -218,53 +204,7 @@ class Tuner:
         self._spent_ns += ns
         self._budget.spend(ns)
 
-    # ---------------------------------------------------------------------------------------------------------- status
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing is being compared: there is a winner, and it is compiled."""
-        is_waiting = self._unready() is not None or self._candidates.urgent(self.verdict) is not None
-        return self._comparison is None and bool(self._candidates) and not is_waiting
-
-    @property
-    def winner(self) -> Variant:
-        """The variant that runs between comparisons."""
-        return self._winner
-
-    @property
-    def is_comparing(self) -> bool:
-        """Whether a comparison is running."""
-        return self._comparison is not None
-
-    @property
-    def is_more_to_come(self) -> bool:
-        """Whether candidates are still to be compiled, once that is a small share of the training time."""
-        return bool(self._candidates.late)
-
-    @property
-    def round(self) -> str:
-        """The current round and the most that there may be, as in `3/12`; empty if nothing is being compared."""
-        return "" if self._comparison is None else self._comparison.round
-
-    @property
-    def progress(self) -> str:
-        """Times until now, as in `plan 41.2 ms, ...`; after the verdict, as in `plan, 1.12x segments in turn (...)`."""
-        if self._comparison is not None:
-            return self._comparison.progress
-        return self.current if self.verdict is None else self.verdict.summary
-
-    @property
-    def remaining(self) -> Collection[Variant]:
-        """Variants that may still run, those that are late included."""
-        running = self._comparison.remaining if self._comparison is not None else (self._winner,)
-        return {*map(Variant, running), *self._candidates.late}
-
     # -------------------------------------------------------------------------------------------------------- its parts
-
-    def _take(self, candidates: Sequence[Candidate], incumbent: Variant, required: Collection[int]) -> None:
-        self._candidates = Candidates(candidates)
-        self._winner, self._required = incumbent, (0,) if self._rules.is_timed_by_turn else required
-        self._comparison = None
 
     def _compare(self, variants: Sequence[Variant]) -> None:
         """Compare these variants from the next step on."""
@@ -272,7 +212,7 @@ class Tuner:
         if len(ordered) == 1:
             self._comparison = None
             if self.verdict is None:
-                self.verdict = Verdict(standings=(_unmeasured(ordered[0]),), num_steps=0)
+                self.verdict = Verdict(standings=(unmeasured(ordered[0]),), num_steps=0)
             self._winner = ordered[0]
             self._conclude()
             return
@@ -290,17 +230,6 @@ class Tuner:
         self.is_timed = comparison.num_timed > 0
         self.current = chosen
         return chosen
-
-    def _end_comparison(self, comparison: Comparison) -> None:
-        """Reach a verdict, and compile the next late candidate if it is urgent."""
-        is_known = comparison.num_rounds >= MIN_ROUNDS
-        incumbent = self._winner if self._winner in comparison.names else Variant(comparison.names[-1])
-        winner = Variant(comparison.winner()) if is_known else incumbent
-        before = self.verdict
-        self.verdict = _verdict_of(comparison, winner, before, self._spent_ns)
-        self._is_confirmed = before is not None and before.winner == winner
-        self._comparison, self._winner = None, winner
-        self._conclude()
 
     def _conclude(self) -> None:
         """Compare the next late candidate, if it is urgent; else the verdict is final."""
@@ -325,11 +254,6 @@ class Tuner:
         if remaining != self._remaining:
             self._remaining = remaining
             self._keep(remaining)
-
-    def _unready(self) -> Variant | None:
-        """Return a candidate that still compiles in its own steps; None if there is none."""
-        names = [self._winner] if self._comparison is None else self._comparison.names
-        return self._candidates.unready(map(Variant, names))
 
     # ---------------------------------------------------------------------------------------------- after the verdict
 
@@ -376,34 +300,6 @@ class Tuner:
             return False
         _comparing = weakref.ref(self)
         return True
-
-
-def _verdict_of(comparison: Comparison, winner: Variant, before: Verdict | None, prepare_ns: int) -> Verdict:
-    """Return the verdict of a comparison, with the candidates that had lost before."""
-    standings = [comparison.standing(name, winner) for name in comparison.names]
-    every = [*standings, *_rescaled(before, standings)]
-    return Verdict(
-        standings=tuple(sorted(every, key=lambda each: (each.name != winner, each.ratio))),
-        num_steps=comparison.num_steps + (0 if before is None else before.num_steps),
-        prepare_ns=prepare_ns,
-    )
-
-
-def _unmeasured(variant: Variant) -> Standing:
-    return Standing(name=variant, step_ns=0.0, ratio=1.0, num_rounds=0)
-
-
-def _rescaled(before: Verdict | None, standings: Sequence[Standing]) -> list[Standing]:
-    """Return the earlier standings of candidates that were not compared now, relative to the present winner."""
-    if before is None:
-        return []
-    ratios = {each.name: each.ratio for each in standings}
-    scale = ratios.get(before.winner, 1.0)
-    return [
-        replace(each, ratio=each.ratio * scale, interval=(each.interval[0] * scale, each.interval[1] * scale))
-        for each in before.standings
-        if each.name not in ratios and each.num_rounds
-    ]
 
 
 _tuners: weakref.WeakSet[Tuner] = weakref.WeakSet()

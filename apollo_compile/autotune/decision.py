@@ -1,0 +1,124 @@
+"""The decision of a tuner: its candidates, the comparison that is running, and the verdict.
+
+Decision(rules)     what is known; `tuner.py` has what runs when
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from apollo_compile.autotune.candidates import Candidate, Candidates
+from apollo_compile.autotune.comparison import MIN_ROUNDS, Comparison, Rules
+from apollo_compile.ir import Standing, Variant, Verdict
+
+
+class Decision:
+    """Candidates, the comparison that is running, and the verdict."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.current = Variant.PLAN
+        """The variant of the current step."""
+        self.verdict: Verdict | None = None
+        self._rules = rules
+        self._candidates = Candidates()
+        self._required: Collection[int] = (0,)
+        """Parts of a step that must have run for a round to count."""
+        self._winner = Variant.PLAN
+        self._comparison: Comparison | None = None
+        self._spent_ns = 0
+        """How long steps waited for compiles of the candidates."""
+        self._is_confirmed = False
+        """Whether the latest comparison had the winner of the one before."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is being compared: there is a winner, and it is compiled."""
+        is_waiting = self._unready() is not None or self._candidates.urgent(self.verdict) is not None
+        return self._comparison is None and bool(self._candidates) and not is_waiting
+
+    @property
+    def winner(self) -> Variant:
+        """The variant that runs between comparisons."""
+        return self._winner
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether a comparison is running."""
+        return self._comparison is not None
+
+    @property
+    def is_more_to_come(self) -> bool:
+        """Whether candidates are still to be compiled, once that is a small share of the training time."""
+        return bool(self._candidates.late)
+
+    @property
+    def round(self) -> str:
+        """The current round and the most that there may be, as in `3/12`; empty if nothing is being compared."""
+        return "" if self._comparison is None else self._comparison.round
+
+    @property
+    def progress(self) -> str:
+        """Times until now, as in `plan 41.2 ms, ...`; after the verdict, as in `plan, 1.12x segments in turn (...)`."""
+        if self._comparison is not None:
+            return self._comparison.progress
+        return self.current if self.verdict is None else self.verdict.summary
+
+    @property
+    def remaining(self) -> Collection[Variant]:
+        """Variants that may still run, those that are late included."""
+        running = self._comparison.remaining if self._comparison is not None else (self._winner,)
+        return {*map(Variant, running), *self._candidates.late}
+
+    def forget(self, variant: Variant) -> None:
+        """Compare this loser no more."""
+        self._candidates.forget(variant)
+
+    def _take(self, candidates: Sequence[Candidate], incumbent: Variant, required: Collection[int]) -> None:
+        self._candidates = Candidates(candidates)
+        self._winner, self._required = incumbent, (0,) if self._rules.is_timed_by_turn else required
+        self._comparison = None
+
+    def _unready(self) -> Variant | None:
+        """Return a candidate that still compiles in its own steps; None if there is none."""
+        names = [self._winner] if self._comparison is None else self._comparison.names
+        return self._candidates.unready(map(Variant, names))
+
+    def _end_comparison(self, comparison: Comparison) -> None:
+        """Reach a verdict."""
+        is_known = comparison.num_rounds >= MIN_ROUNDS
+        incumbent = self._winner if self._winner in comparison.names else Variant(comparison.names[-1])
+        winner = Variant(comparison.winner()) if is_known else incumbent
+        before = self.verdict
+        self.verdict = _verdict_of(comparison, winner, before, self._spent_ns)
+        self._is_confirmed = before is not None and before.winner == winner
+        self._comparison, self._winner = None, winner
+
+
+def _verdict_of(comparison: Comparison, winner: Variant, before: Verdict | None, prepare_ns: int) -> Verdict:
+    """Return the verdict of a comparison, with the candidates that had lost before."""
+    standings = [comparison.standing(name, winner) for name in comparison.names]
+    every = [*standings, *_rescaled(before, standings)]
+    return Verdict(
+        standings=tuple(sorted(every, key=lambda each: (each.name != winner, each.ratio))),
+        num_steps=comparison.num_steps + (0 if before is None else before.num_steps),
+        prepare_ns=prepare_ns,
+    )
+
+
+def unmeasured(variant: Variant) -> Standing:
+    """Return the standing of a candidate that nothing was compared with."""
+    return Standing(name=variant, step_ns=0.0, ratio=1.0, num_rounds=0)
+
+
+def _rescaled(before: Verdict | None, standings: Sequence[Standing]) -> list[Standing]:
+    """Return the earlier standings of candidates that were not compared now, relative to the present winner."""
+    if before is None:
+        return []
+    ratios = {each.name: each.ratio for each in standings}
+    scale = ratios.get(before.winner, 1.0)
+    return [
+        replace(each, ratio=each.ratio * scale, interval=(each.interval[0] * scale, each.interval[1] * scale))
+        for each in before.standings
+        if each.name not in ratios and each.num_rounds
+    ]
