@@ -27,7 +27,8 @@ from apollo_compile.ir import (
 )
 from apollo_compile.ir.check import check_capture, check_partition
 from apollo_compile.passes.capture import capture_graph
-from apollo_compile.passes.partition import layer_of, partition_graph
+from apollo_compile.passes.partition import partition_graph
+from apollo_compile.passes.partition.labels import layer_of
 from apollo_compile.session.planning import role_of
 from apollo_compile.torch_bridge.bodies import extract_body
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
