@@ -1,4 +1,4 @@
-"""Examine what this GPU, driver and torch can do for lanes.
+"""Examine whether this GPU, driver and torch can run lanes.
 
     examine_cuda() -> findings without an experiment; each relies on those before it
 
@@ -73,7 +73,7 @@ class Census:
 
 
 def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
-    """Return what can be found about the GPU of that number without running anything; one note if there is no GPU."""
+    """Return findings about the GPU of that number, without running anything; one note if there is no GPU."""
     if not torch.cuda.is_available():
         text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
         return (Finding(subject="GPU", level=Level.NOTE, message=text),)
@@ -238,7 +238,7 @@ class CaptureWalk(Protocol):
 def walk_capture(
     gpu: WalkedGpu, launcher: Launcher, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recording, list[CapturedKernel]]:
-    """Capture what `launcher` launches; return all kernels with the lane that launched them and their context.
+    """Capture the launches of `launcher`; return all kernels with the lane that launched them and their context.
 
     The capture is inspected after every launch: new kernels belong to that launch. A kernel on another stream appears
     when the lane waits for that stream, which it must do before the body ends.
@@ -365,7 +365,7 @@ def judge_nodes(name: str, kernels: Sequence[CapturedKernel], contexts: Mapping[
         )
         shown = "; ".join(list(texts)[:MOST_STRAYS]) + ("; ..." if len(texts) > MOST_STRAYS else "")
         text = f"{len(strays)} of {len(kernels)} kernels are not in their lane: {shown}"
-        return Finding(subject=name, level=Level.ERROR, message=f"{text}; what launches them changes streams")
+        return Finding(subject=name, level=Level.ERROR, message=f"{text}; their operator changes streams")
     idle = sorted(set(contexts.values()) - launching)
     if idle:
         return Finding(
@@ -385,7 +385,7 @@ def judge_overlap(one: Collection[int], other: Collection[int], *, planned: int,
         return Finding(
             subject="overlap", level=Level.OK, message=f"lanes of different splits share {shared} SMs, as planned"
         )
-    text = f"lanes of different splits share {shared} SMs instead of {planned}; atoms are not what the driver uses"
+    text = f"lanes of different splits share {shared} SMs instead of {planned}; the driver does not use these atoms"
     return Finding(subject="overlap", level=Level.ERROR, message=text)
 
 

@@ -6,9 +6,9 @@
     try_dropout(gpu)          masks drawn on two lanes: other ones at every step, the same in forward and backward, and
                               the same again from the same seed
 
-Before every replay all memory of the CUDA graphs is filled with NaNs, so what is read before it is written is seen in
-the result; inputs differ between runs, so what an earlier run left behind is, too. All numbers are small integers and
-matrices permute, which is exact in every precision and order of additions.
+Before every replay all memory of the CUDA graphs is filled with NaNs, so a read before the write shows in the result.
+Inputs differ between runs, so a read of an earlier result shows, too. All numbers are small integers and matrices
+permute, which is exact in every precision and order of additions.
 
 They need no compiler, take about a second on a GPU, and run on the stand-in of the tests as they are.
 """
@@ -75,7 +75,7 @@ def write_program(
 ) -> tuple[SegmentGraph, Program]:
     """Return the graph and the program of these steps, by the passes that make a model's.
 
-    Buffers are numbered in order: the inputs, then what each step makes. `lanes[0]` has every unit.
+    Buffers are numbered in order: the inputs, then the outputs of each step. `lanes[0]` has every unit.
     """
     producers: list[int | None] = [None] * num_inputs
     segments = []
@@ -147,7 +147,7 @@ class _DeviceBytes:
 
 
 class _RecordedGpu:
-    """A device that keeps what was captured on it, so that its memory can be poisoned."""
+    """A device that keeps its recordings, so that their memory can be poisoned."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -171,7 +171,7 @@ class _RecordedGpu:
 
 
 def try_hand_overs(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 1024) -> Finding:
-    """Return whether what one lane makes is what the other reads, in eager launches and in replays.
+    """Return whether a lane reads the results of the other one, in eager launches and in replays.
 
     Arguments:
         gpu: the device.
@@ -208,7 +208,7 @@ def try_hand_overs(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, widt
 
 
 def _ladder() -> tuple[Step, ...]:
-    """Return steps on lanes 1 and 2 that each read what both made before, slow ones on one lane beside quick ones.
+    """Return steps on lanes 1 and 2 that each read the last results of both, slow ones on one lane beside quick ones.
 
     Every fourth rung also goes over lane 0, the caller's stream.
     """
@@ -285,10 +285,10 @@ def _load_pair(
 
 
 def try_training_step(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 512) -> Finding:
-    """Return whether a forward on two lanes and its backward give what eager does; arguments as above."""
+    """Return whether a forward on two lanes and its backward give the results of eager; arguments as above."""
     subject = "training step"
     lanes = three_lanes(sizes)
-    # Inputs are two parameters and two inputs, then what the forward saved and the gradient of its output.
+    # Inputs are two parameters and two inputs, then the saved tensors of the forward and the gradient of its output.
     forward = (
         Step(body=0, reads=(0, 2), lane=1),
         Step(body=0, reads=(1, 3), lane=2),
@@ -321,7 +321,7 @@ def try_training_step(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, w
 def _train(
     pair: _Pair, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], gradient: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """Return copies of what a forward returns and saves, and of the gradients; afterwards nobody refers to those."""
+    """Return copies of all outputs of a forward, and of the gradients; afterwards nobody refers to the originals."""
     pair.gpu.poison()
     forward, backward = pair.executables
     made = forward.run(list(inputs))
@@ -342,14 +342,14 @@ def _sum(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _layer_backward(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     gradient, hidden, parameter = inputs.pop(), inputs.pop(), inputs.pop()
-    return [parameter.T @ torch.where(hidden > 0, gradient, hidden)]  # NaNs among what was saved stay NaNs
+    return [parameter.T @ torch.where(hidden > 0, gradient, hidden)]  # NaNs among saved tensors stay NaNs
 
 
 # ------------------------------------------------------------------------------------------------------------ dropout
 
 
 def try_dropout(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 4096) -> Finding:
-    """Return whether masks drawn on two lanes are what they have to be; arguments as above."""
+    """Return whether masks drawn on two lanes are right; arguments as above."""
     subject = "dropout"
     lanes = three_lanes(sizes)
     forward = (Step(body=0, reads=(0,), lane=1, makes=2), Step(body=0, reads=(1,), lane=2, makes=2))
@@ -393,7 +393,7 @@ def try_dropout(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: 
 
 
 def _drop_once(pair: _Pair, ones: torch.Tensor) -> list[torch.Tensor]:
-    """Return copies of both outputs and of both gradients; afterwards nobody refers to what was saved."""
+    """Return copies of both outputs and of both gradients; afterwards nobody refers to saved tensors."""
     pair.gpu.poison()
     forward, backward = pair.executables
     *returned, first, second = (each for each in forward.run([ones, ones.clone()]) if each is not None)
@@ -428,16 +428,16 @@ def _permutation(width: int, device: torch.device, seed: int = 0) -> torch.Tenso
 
 
 def _differs(gpu: Gpu, made: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> str:
-    """Return how results differ from the expected ones; "" if they do not."""
+    """Return the difference between results and the expected ones as a text; "" if there is none."""
     gpu.synchronize()
     for index, (found, wanted) in enumerate(zip(made, expected, strict=True)):
         assert found is not None
         if torch.equal(found, wanted):
             continue
         num_nans, num_wrong = int(found.isnan().sum()), int((found != wanted).sum())
-        what = "memory that was not written yet" if num_nans else "what an earlier run left behind"
+        place = "memory that was not written yet" if num_nans else "the result of an earlier run"
         return (
-            f"{num_wrong} of {found.numel()} elements of result {index} are wrong, {num_nans} are NaN: {what} was read"
+            f"{num_wrong} of {found.numel()} elements of result {index} are wrong, {num_nans} are NaN: {place} was read"
         )
     return ""
 

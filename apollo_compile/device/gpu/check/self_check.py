@@ -2,7 +2,7 @@
 
     unavailable_reason(gpu, cache) -> str | None   why lanes must stay off
     check_gpu(gpu, cache, again=...) -> SelfCheck  the verdict, kept or new
-    run_checks(gpu) -> findings                    what the process does
+    run_checks(gpu) -> findings                    the work of the process
 
 Experiments may fail in ways that a process does not survive: a capture that is refused leaves torch's generator and
 allocator in it, and an illegal access ends the context. So they run in a process that has this one's Python path and
@@ -97,8 +97,8 @@ class _BackgroundCheck:
         self._thread.join(max(0.0, self._begin + max_wait_s - time.monotonic()))
         if not self._verdict.done():
             return f"{self._name} has not ended after {max_wait_s:.0f} s; graphs that are compiled later use its result"
-        complaint = self._verdict.result().complaint
-        return None if complaint is None else f"{self._name} failed: {complaint}"
+        reason = self._verdict.result().complaint
+        return None if reason is None else f"{self._name} failed: {reason}"
 
 
 _begin_check = functools.cache(_BackgroundCheck)
@@ -121,7 +121,7 @@ def _check(
     def make() -> SelfCheck:
         begin = time.monotonic()
         made = check_apart(fingerprint, ordinal, command=command)
-        _logger.info("checked in %.1f s whether lanes work on %s", time.monotonic() - begin, fingerprint.device)
+        _logger.info("the self-check of %s took %.1f s", fingerprint.device, time.monotonic() - begin)
         return made
 
     return SelfChecks(cache).find(fingerprint, make, again=again)
@@ -250,7 +250,7 @@ def run_checks(gpu: TorchGpu, trials: Mapping[str, Trial] = TRIALS) -> tuple[Fin
 
 
 def describe(verdict: SelfCheck, *, is_new: bool) -> tuple[Finding, ...]:
-    """Return the findings of a verdict, with one in front that says how old it is, and what to do."""
+    """Return the findings of a verdict; the first has its age, and advice."""
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(verdict.made_at))
     when = "just now" if is_new else f"on {made}, with the same GPU, driver and torch"
     if verdict.complaint is None:

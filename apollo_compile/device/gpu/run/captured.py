@@ -1,10 +1,10 @@
 """A captured CUDA graph with the addresses that it uses, and the copies around each replay.
 
     Captured.reads(inputs), Captured.is_unused(), Captured.replay(gpu, inputs) -> outputs
-    Captured.release()      drops the CUDA graph, and those that read what it saved
-    keep_outputs(outputs)   what is saved, lent, and copied out
+    Captured.release()      drops the CUDA graph, and those that read its saved outputs
+    keep_outputs(outputs)   sorts outputs: saved, lent, copied out
 
-`capturer.py` decides what is used in place, copied, lent, and saved.
+`capturer.py` captures.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Captured:
     in_place_storages: frozenset[int]
     """Storage addresses of the inputs in place."""
     kept: KeptOutputs
-    """What a replay does with its outputs."""
+    """The handling of outputs by a replay."""
     memory: tuple[LaneMemory, ...]
     streams: Mapping[LaneId, Stream] = field(default_factory=dict)
     """Streams of the capture by lane; that of lane 0 is the one on which it began."""
     stream_of: Mapping[int, Stream] = field(default_factory=dict)
     """The stream whose memory each output is in, by storage address."""
     variant: Variant | None = None
-    """The variant of the model that it is of; a backward reads what a forward of the same variant saved."""
+    """The variant of the model that it is of; a backward reads outputs that a forward of the same variant saved."""
     forward: Captured | None = None
     """The CUDA graph whose saved outputs it reads in place."""
     owners: dict[int, Owner] | None = None
-    """What owns the memory of saved outputs, by storage address, until a backward is captured that reads them."""
+    """Owners of the memory of saved outputs, by storage address, until a backward is captured that reads them."""
     num_replays: int = 0
     readers: list[Captured] = field(default_factory=list)
-    """CUDA graphs that read in place what this one saved; released with it."""
+    """CUDA graphs that read its saved outputs in place; released with it."""
     _places: Places = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,11 +71,11 @@ class Captured:
         return self._places.hold(inputs)
 
     def is_unused(self) -> bool:
-        """Whether nobody uses what the last replay saved and lent."""
+        """Whether nobody uses the saved and lent outputs of the last replay."""
         return count_uses(self.kept.handles) == self.kept.baseline
 
     def release(self) -> None:
-        """Drop the CUDA graph and its memory; what the caller still holds of it lives on."""
+        """Drop the CUDA graph and its memory; outputs that the caller still holds live on."""
         self.recording = self.owners = None
         self.memory = ()
         self.kept = KeptOutputs()  # without handles of storages that may end now
@@ -109,7 +109,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptOutputs:
-    """What a replay does with its outputs."""
+    """The handling of outputs by a replay."""
 
     saved: frozenset[int] = frozenset()
     """Storage addresses of outputs that are saved for backward."""
@@ -122,12 +122,12 @@ class KeptOutputs:
     copied: tuple[Copied, ...] = ()
     """Copies to make after a replay."""
     order: tuple[int, ...] = ()
-    """Place of every output in the list of the views, of what is copied out, None, and the inputs."""
+    """Place of every output in the list of the views, the copies, None, and the inputs."""
 
     def hand_out(
         self, gpu: Gpu, inputs: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Return the outputs after a replay; `copies` have the layouts of what is copied out.
+        """Return the outputs after a replay; `copies` are targets with the layouts of `copied`.
 
         A tensor that is returned twice is one object: else autograd would give one gradient to two parameters.
         """
@@ -149,7 +149,7 @@ def keep_outputs(
     own: frozenset[int],
     lends: bool,
 ) -> KeptOutputs:
-    """Return which outputs of a capture are saved, lent, and copied out.
+    """Sort the outputs of a capture: saved, lent, copied out.
 
     Arguments:
         outputs: in the graph's memory, or the position of the input that it is, or None.

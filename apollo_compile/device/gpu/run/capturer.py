@@ -1,8 +1,8 @@
-"""Make a CUDA graph of a program: decide what is used in place, copied, lent and saved; rehearse; capture.
+"""Make a CUDA graph of a program: copy inputs, rehearse, capture, and sort the outputs.
 
     Capturer(program, graph, gpu, ...).capture(inputs, in place, forward) -> Captured
 
-What these words mean is said in `execute.py`, which decides when something is captured.
+`execute.py` defines the terms, and decides when to capture.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Capturer:
             by_lane[LaneId(0)] = origin
             arguments = [copied_in.get(index, tensor) for index, tensor in enumerate(inputs)]
             releases = self._take_over(forward, arguments, origin)
-            # By identity: what is made may be where released inputs were.
+            # By identity: outputs may be at the addresses of released inputs.
             given.update(storages_of(arguments))
             made.extend(self.launcher.launch(arguments, origin, made=note, releases=releases))
 
@@ -132,11 +132,11 @@ class Capturer:
         if forward is not None:
             forward.readers.append(captured)
         if forward is not None or self.graph.role is Role.STEP:
-            self.gpu.give_back_memory()  # what runs without it took
+            self.gpu.give_back_memory()  # of launched runs
         return captured
 
     def _take_over(self, forward: Captured | None, arguments: list[torch.Tensor], origin: Stream) -> Releases:
-        """Let the launches own what the forward saved, and return where they release it, for what they make then."""
+        """Let the launches own the saved outputs of the forward, and return where they release their memory."""
         if forward is None:
             return {}
         owners, forward.owners = forward.owners or {}, None
@@ -166,13 +166,13 @@ class Capturer:
     def _rehearsal(
         self, inputs: Sequence[torch.Tensor], copied_in: Mapping[int, torch.Tensor]
     ) -> Callable[[Stream], None]:
-        """Return a function that launches what a capture launches, and writes to nothing that anybody sees."""
+        """Return a function that launches the program and writes to nothing that anybody sees."""
         written = {index: inputs[index].clone() for index in self.contract.written_inputs or ()}
         self.gpu.copy(list(copied_in.values()), [inputs[index] for index in copied_in])
         stand_ins = {**copied_in, **written}
 
         def rehearse(origin: Stream) -> None:
-            order_after(self.gpu, list(self.gpu.callers), [origin])  # memory of lanes may be what others read
+            order_after(self.gpu, list(self.gpu.callers), [origin])  # which may read the memory that lanes write to
             with self.gpu.random_numbers_kept():
                 arguments = [stand_ins.get(index, tensor) for index, tensor in enumerate(inputs)]
                 self.launcher.launch(arguments, origin)
@@ -181,7 +181,7 @@ class Capturer:
 
 
 def segments_by_lane(program: Program) -> dict[LaneId, tuple[SegmentId, ...]]:
-    """Return what every lane launches, in order."""
+    """Return the segments that every lane launches, in order."""
     return {
         lane.id: tuple(each.segment for each in instructions if isinstance(each, Launch))
         for lane, instructions in zip(program.lanes, program.instructions, strict=True)

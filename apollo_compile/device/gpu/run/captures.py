@@ -56,7 +56,7 @@ class SeenAddresses:
 
 
 class ProgramCaptures:
-    """At most `MOST_CAPTURES` CUDA graphs of one program."""
+    """The CUDA graphs of one program, `MOST_CAPTURES` at most."""
 
     def __init__(self, shared: ModelMemory) -> None:
         self.seen = SeenAddresses()
@@ -89,12 +89,12 @@ class ProgramCaptures:
             oldest.release()
 
     def add(self, captured: Captured) -> None:
-        """Put a CUDA graph first, and tell the memory of the model of it."""
+        """Put a CUDA graph first, also in the memory of the model."""
         self._captures.insert(0, captured)
         self._shared.add(captured)
 
     def release(self) -> None:
-        """Release all of them."""
+        """Release all CUDA graphs of the program."""
         for captured in self._captures:
             self._shared.drop(captured)
         self._captures.clear()

@@ -1,7 +1,7 @@
-"""Copies of tensors that keep their layouts, and what they share.
+"""Copies of tensors that keep their layouts, and memory that they share.
 
     target_for(tensor)      an empty tensor that it can be copied to
-    find_copied(outputs)    what to copy for outputs, some of which may share memory
+    find_copied(outputs)    the sources to copy for outputs, some of which may share memory
     in_copy(output, ...)    the part of a copy that is an output
 
 Nothing here copies.
@@ -28,7 +28,7 @@ class Copied:
 
 
 def find_copied(outputs: Iterable[torch.Tensor]) -> tuple[Copied, ...]:
-    """Return what to copy for these outputs: once per storage."""
+    """Return the sources to copy for these outputs: one per storage."""
     by_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
     for output in outputs:
         by_memory[storage_address(output) or -id(output)][id(output)] = output  # an empty tensor has no storage

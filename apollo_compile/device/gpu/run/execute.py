@@ -16,28 +16,27 @@ lent        Gradients stay in the graph's memory, and the caller gets views of i
 saved       Tensors that a forward saves for its backward stay in the graph's memory, and the caller gets views of it.
 
 The forwards and backwards of a model, of every variant, share one memory pool and overlay each other in it: on every
-stream, together they take as much as the largest. Graphs without a backward share another pool. What a capture hands
-out does not own its memory: once a capture is over, only the saved outputs of a forward are owned, until its backward
-is captured. So what a replay overwrites is known by counting references (`memory.py`): a forward requires that nobody
-uses what was handed out of the pool; a backward requires that the last replay was its own forward's, whose addresses
-alone would prove nothing.
+stream, together they take as much as the largest. Graphs without a backward share another pool. The outputs of a
+capture do not own their memory: once a capture is over, only the saved outputs of a forward are owned, until its
+backward is captured. So references are counted before a replay (`memory.py`). A forward requires that no output in the
+pool is in use. A backward requires that the last replay was its own forward's; equal addresses alone prove nothing.
 
-A run that cannot replay (inputs have moved, or saved tensors are still in use, by a second forward before the backward)
-is launched on the lanes, in fresh memory, which is always correct; so is a backward that may come again
-(`retain_graph`). Parameters that move back and forth (averaged weights are swapped in for validation, FSDP2 gathers
-into memory that it frees) get a CUDA graph for each of two sets of addresses; a third set replaces the one that was not
-used for longest. Where that happens before a graph was replayed often enough to pay for its capture, the next set has
-to come back twice as often as the last.
+A run that cannot replay is launched on the lanes, in fresh memory, which is always correct: inputs have moved, saved
+tensors are still in use by a second forward before the backward, or a backward may come again (`retain_graph`).
+Parameters that move back and forth (averaged weights are swapped in for validation, FSDP2 gathers into memory that it
+frees) get a CUDA graph for each of two sets of addresses. A third set replaces the one that was not used for longest.
+If that one was not replayed often enough to pay for its capture, the next set has to come back twice as often as the
+last (`captures.py`).
 
-A backward releases what its forward saved as it goes: an input goes back to the stream that allocated it in the
-forward, behind the first instruction there that is ordered after all its readers. So gradients are made where saved
+A backward releases the saved tensors of its forward as it goes: an input goes back to the stream that allocated it in
+the forward, behind the first instruction there that is ordered after all its readers. So gradients are made where saved
 tensors were.
 
-Before a capture the launches are rehearsed: run once more, on the streams of the capture, with copies of what they
-write to and with the state of random number generators restored; a forward in the memory of the capture, a backward,
-which still has what its forward saved, apart from it. So what fails for want of memory, or waits for the device, fails
-there, where nothing is lost; see Note [captures that fail]. Then there is one WARNING, and runs are launched on the
-lanes. A backward is captured after its forward.
+Before a capture the launches are rehearsed: run once more, on the streams of the capture, with copies of the tensors
+that they write to and with the state of random number generators restored. A forward is rehearsed in the memory of the
+capture; a backward apart from it, since it still has the saved tensors of its forward. So a launch that finds no
+memory, or waits for the device, fails there, where nothing is lost; see Note [captures that fail]. Then there is one
+WARNING, and runs are launched on the lanes. A backward is captured after its forward.
 """
 
 from __future__ import annotations
@@ -94,10 +93,10 @@ class CudaExecutable:
     urgency: Mapping[LaneId, int] = field(default_factory=dict)
     """Priorities of lanes that share units."""
     variant: Variant | None = None
-    """Which variant of the model it is of; a backward reads what the forward of the same variant saved."""
+    """Which variant of the model it is of; a backward reads tensors that the forward of the same variant saved."""
     lane_memory_quota: int | None = None
     strict: bool = False
-    """Raise what would otherwise be logged."""
+    """Raise errors that would otherwise be logged."""
     only_replays: bool = False
     """Whether it never launches anything but a CUDA graph, which is captured at the first run."""
     num_captures: int = 0
@@ -117,9 +116,9 @@ class CudaExecutable:
         names = [f"{each.name} ({self.graph.name}, lane {lanes[each.id]})" for each in self.graph.segments]
         self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, names)
         self._is_capturable = self.contract.written_inputs is not None and self.contract.unsafe is None
-        self._has_told_of_hooks = False
+        self._has_logged_hooks = False
         self._num_bytes = sum(buffer.num_bytes for buffer in self.graph.buffers if buffer.producer is not None)
-        """Bytes of the buffers that the graph makes; at most so much is alive at once, besides what bodies take."""
+        """Bytes of the buffers that the graph makes; at most so much is alive at once, besides memory of bodies."""
         self._capturer = Capturer(
             program=self.program,
             graph=self.graph,
@@ -225,7 +224,7 @@ class CudaExecutable:
         if self.graph.role is Role.BACKWARD:
             if retains_graph():
                 return "its graph is kept for another backward, whose inputs a replay would overwrite"
-            self._tell_of_hooks()
+            self._log_hooks()
             return None if self.shared.contents is not None else _IN_USE  # its forward replayed when nothing was
         if self.graph.role is Role.FORWARD and _has_other_ranks():
             self.shared.copy_gradients("torch.distributed is initialized, and a replay does not wait for collectives")
@@ -245,13 +244,13 @@ class CudaExecutable:
             return self._launcher.launch(inputs, self.gpu.caller_stream())
         return launch_with_room(self._launcher, inputs, num_bytes=self._num_bytes, may_repeat=not self.contract.writes)
 
-    def _tell_of_hooks(self) -> None:
-        """Say once why a backward is launched at every step, although its forward is replayed."""
-        if self.shared.has_hooks and self.shared.forwards and not self._has_told_of_hooks:
-            self._has_told_of_hooks = True
+    def _log_hooks(self) -> None:
+        """Log once why a backward is launched at every step, although its forward is replayed."""
+        if self.shared.has_hooks and self.shared.forwards and not self._has_logged_hooks:
+            self._has_logged_hooks = True
             _logger.info(
-                "%s is launched on lanes at every step: saved_tensors_hooks replace or keep what its forward saved, "
-                "which a CUDA graph would read in place and overwrite; the forward is one",
+                "%s is launched on lanes at every step, since saved_tensors_hooks may replace or keep tensors that a "
+                "CUDA graph would overwrite; remove the hooks for replays",
                 self.graph.name,
             )
 
@@ -291,13 +290,13 @@ class CudaExecutable:
         return captured
 
     def _give_up(self, error: Exception) -> None:
-        """Capture this program no more, and say so unless it was said; without memory, no graph of the model."""
+        """Capture this program no more; without memory, no graph of the model. Warn unless the device is off."""
         self._is_capturable = False
         self.capture_error = f"{type(error).__name__}: {error}"
         if not self.only_replays:
             self.shared.failure = f"{self.graph.name}: {self.capture_error}"
         if isinstance(error, torch.OutOfMemoryError):
-            traceback.clear_frames(error.__traceback__)  # which hold what was allocated
+            traceback.clear_frames(error.__traceback__)  # which hold allocated tensors
             if not self.only_replays:  # another step may be smaller, and finds the memory of this one
                 self.shared.out_of_memory = self.capture_error
             self.shared.release()

@@ -33,7 +33,7 @@ Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Sharing(enum.Enum):
-    """How lanes share the device."""
+    """A way in which lanes share the device."""
 
     APART = enum.auto()
     """A lane has the units that the plan gives it, and no others."""
@@ -112,10 +112,10 @@ class Gpu(Protocol):
         *,
         is_apart: bool = False,
     ) -> Recording:
-        """Capture what `work(origin)` launches from the stream `origin`, without running it.
+        """Capture the launches of `work(origin)` from the stream `origin`, without running them.
 
         Arguments:
-            work: launches what is captured.
+            work: makes the launches that are captured.
             shares: an earlier recording, whose free memory is reused.
             rehearsal: launches the same on other data; run before, on the streams and in the memory of the capture.
             is_apart: whether the rehearsal takes other memory.
@@ -324,7 +324,7 @@ class TorchGpu:
         return alias_tensors(tensors, recording)
 
     def free_bytes(self) -> int:
-        """Return what the driver has, and what torch's allocator keeps without use."""
+        """Return the free bytes of the driver, and those that torch's allocator keeps without use."""
         free, _ = self.native.memory()
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 

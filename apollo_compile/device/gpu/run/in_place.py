@@ -17,7 +17,7 @@ from apollo_compile.target.target import Contract
 
 
 class InPlace:
-    """The choice for one program."""
+    """The choice of inputs in place for one program."""
 
     def __init__(self, contract: Contract, role: Role, variant: Variant | None, shared: ModelMemory) -> None:
         self._contract = contract

@@ -74,7 +74,7 @@ def host_order(program: Program) -> HostOrder:
 
 
 def find_releases(program: Program, owners: Mapping[BufferId, LaneId]) -> Releases:
-    """Return behind which instruction each of these inputs may be released at the earliest.
+    """Return the earliest instruction behind which each of these inputs may be released.
 
     Released memory goes back to the stream that allocated it, and the next body there may overwrite it. So an input is
     released behind an instruction on its owner's lane, once that lane is ordered after all readers. Inputs that are

@@ -1,9 +1,9 @@
-"""Where the memory of a CUDA graph goes, by lane.
+"""Memory of a CUDA graph, by lane.
 
-    ledger_of(captured) -> GraphLedger;    by lane what the pool holds, and what of that the graph keeps
+    ledger_of(captured) -> GraphLedger    by lane the bytes of the pool, and the bytes of outputs that stay there
 
-What is neither kept nor copied is temporary: values between bodies, workspaces of libraries, and gaps. CUDA graphs that
-share a pool overlay each other, so what the pool holds is that of all of them: the sum over lanes, taken once.
+The rest of the pool is temporary: values between bodies, workspaces of libraries, and gaps. CUDA graphs that share a
+pool overlay each other, so the bytes of the pool are those of all of them; count them once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LaneLedger:
     held_bytes: int
     """In whole segments of the allocator, for all CUDA graphs of the pool."""
     kept_bytes: int
-    """Of these, outputs that stay there: what a forward saves, or gradients."""
+    """Of these, outputs that stay there: saved ones of a forward, or gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class GraphLedger:
     copied_in_bytes: int
     """Of the tensors that inputs are copied to, outside of the pool."""
     copied_out_bytes: int
-    """Of what the last replay copied out, outside of the pool."""
+    """Of the outputs that a replay copies out, outside of the pool."""
     lanes: tuple[LaneLedger, ...]
 
 

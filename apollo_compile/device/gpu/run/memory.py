@@ -1,6 +1,6 @@
 """CUDA graphs that are alive, with their memory: those of a model, and those of a device.
 
-ModelMemory     what the graphs of one model share; its release drops their CUDA graphs
+ModelMemory     memory that the graphs of one model share; its release drops their CUDA graphs
 LiveCaptures    all CUDA graphs on a device; its release drops them, and `turn_off` ends captures for good
 """
 
@@ -23,17 +23,17 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class ModelMemory:
-    """The memory pool that CUDA graphs of one model share, and what they know of each other.
+    """The memory pool that CUDA graphs of one model share, and its state.
 
-    Forwards and backwards of all variants use the same addresses, so a replay overwrites what others made. A replay of
-    a forward requires that nobody uses anything that was handed out of the pool; a replay of a backward requires that
+    Forwards and backwards of all variants use the same addresses, so a replay overwrites outputs of others. A replay of
+    a forward requires that no output in the pool is in use; a replay of a backward requires that
     the last one was that of its own forward. Graphs without a backward have a pool of their own.
     """
 
     stream: Stream | None = None
     """The caller's stream at the last replay of any of them."""
     has_hooks: bool = False
-    """Whether `saved_tensors_hooks` were active at the last forward, so that they may replace what it saved."""
+    """Whether `saved_tensors_hooks` were active at the last forward, so that they may replace its saved tensors."""
     out_of_memory: str | None = None
     """The message of the allocation that failed in a capture; no graph of the model is captured after that."""
     failure: str | None = None
@@ -47,7 +47,7 @@ class ModelMemory:
     """The CUDA graphs whose outputs may still be in use."""
 
     def add(self, captured: Captured) -> None:
-        """Remember a CUDA graph of one of the graphs."""
+        """Remember a CUDA graph of the model."""
         self._captures = [captured, *(each for each in self._captures if each.is_live)]
 
     @property
@@ -68,7 +68,7 @@ class ModelMemory:
         return recording
 
     def is_free(self) -> bool:
-        """Whether nobody uses what was handed out of the pool."""
+        """Whether no output in the pool is in use."""
         return all(captured.is_unused() for captured in self._handed_out)
 
     def lends_gradients(self) -> bool:
@@ -88,7 +88,7 @@ class ModelMemory:
             self._contents = None
             self._handed_out.append(captured)
         else:
-            # A hook may keep what was saved for later, and a backward overwrites it.
+            # A hook may keep saved tensors for later, and a backward overwrites them.
             self._contents = captured if captured.role is Role.FORWARD and not self.has_hooks else None
             self._handed_out = [captured]
 
@@ -102,14 +102,14 @@ class ModelMemory:
         self.stream = stream
 
     def drop(self, captured: Captured) -> None:
-        """Release a CUDA graph: with all others of the pool if its outputs are in use, which nobody would know of."""
+        """Release a CUDA graph; if its outputs are in use, with all others of the pool, which might overwrite them."""
         if captured.is_unused():
             captured.release()
         else:
             self.release()
 
     def release(self) -> None:
-        """Release every CUDA graph of the model, with the pool; what was handed out of it keeps what it needs."""
+        """Release every CUDA graph of the model, with the pool; outputs in use keep their memory."""
         for captured in self._captures:
             captured.release()
         self._captures.clear()
@@ -143,7 +143,7 @@ class LiveCaptures:
         return bool(found)
 
     def turn_off(self, reason: str) -> None:
-        """Release everything and capture nothing on the device for the rest of the process; warn of it once."""
+        """Release everything, and capture nothing on the device for the rest of the process; log one warning."""
         self.release()
         if self.why_off is None:
             self.why_off = reason

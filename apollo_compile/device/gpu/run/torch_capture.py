@@ -97,7 +97,7 @@ def capture_with_torch(
     """Rehearse and capture.
 
     Arguments:
-        work: launches what is captured, from the stream it is given.
+        work: makes the launches that are captured, from the stream that it gets.
         rehearsal: launches the same on other data; it runs.
         is_apart: whether the rehearsal takes memory from outside of the pool.
         device: the device.
@@ -108,7 +108,7 @@ def capture_with_torch(
         captures: the CUDA graphs on the device, which end with a failure that torch does not recover from.
 
     Raises:
-        Exception: whatever `work` or `rehearsal` raised, or what torch says of a capture that failed.
+        Exception: whatever `work`, `rehearsal` or a failed capture raised.
     """
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     graph = torch.cuda.CUDAGraph()
@@ -158,7 +158,7 @@ def _rehearse(
 
 
 def _run_between(rehearsal: Callable[[Stream], None], caller: Stream, origin: Stream) -> None:
-    """Run it from the stream of the capture, after what the caller's stream has to do, and before what comes there."""
+    """Run it from the stream of the capture, behind earlier launches on the caller's stream, and before later ones."""
     origin.wait_stream(caller)
     try:
         with torch.cuda.stream(origin), refused_waits():
@@ -168,7 +168,7 @@ def _run_between(rehearsal: Callable[[Stream], None], caller: Stream, origin: St
 
 
 def _capture(work: Callable[[Stream], None], graph: torch.cuda.CUDAGraph, pool: Any, origin: Stream) -> None:
-    """Capture what `work` launches into `graph`.
+    """Capture the launches of `work` into `graph`.
 
     Raises:
         _FailedCaptureError: torch could not begin or end the capture.
@@ -187,7 +187,7 @@ def _capture(work: Callable[[Stream], None], graph: torch.cuda.CUDAGraph, pool: 
             if has_ended:
                 graph.reset()
                 raise
-            raise _FailedCaptureError from error.__context__ or error  # what `work` raised says more
+            raise _FailedCaptureError from error.__context__ or error  # the error of `work` says more
 
 
 def _reason(error: BaseException | None) -> str:

@@ -106,12 +106,12 @@ def kernel(context: int, name: str, lane: LaneId) -> CapturedKernel:
         (
             [(10, "a", A), (20, "b", B), (99, "gemm", B)],
             Level.ERROR,
-            "1 of 3 kernels are not in their lane: gemm of lane 2, segment 7, runs outside every lane; what",
+            "1 of 3 kernels are not in their lane: gemm of lane 2, segment 7, runs outside every lane; their operator",
         ),
         (
             [(10, "a", A), (20, "b", B), (20, "norm", A)],
             Level.ERROR,
-            "1 of 3 kernels are not in their lane: norm of lane 1, segment 7, runs in lane 2; what",
+            "1 of 3 kernels are not in their lane: norm of lane 1, segment 7, runs in lane 2; their operator",
         ),
         ([(10, "a", A)], Level.ERROR, "lanes without any kernel: 2"),
         ([(0, "a", A), (0, "b", B)], Level.NOTE, "the driver does not say to which context the 2 kernels belong"),
@@ -130,7 +130,11 @@ def test_a_finding_names_the_first_kernels_outside_their_lanes_only() -> None:
     """Each once."""
     strays = [kernel(99, f"k{number % 7}", A) for number in range(20)]
     text = judge_nodes("nodes", strays, {10: A}).message
-    assert text.startswith("20 of 20 kernels") and text.count("outside every lane") == 5 and "; ...; what" in text
+    assert (
+        text.startswith("20 of 20 kernels")
+        and text.count("outside every lane") == 5
+        and "; ...; their operator" in text
+    )
 
 
 class WalkedFake(FakeGpu):

@@ -80,7 +80,7 @@ def test_a_launch_that_reads_what_is_not_written_is_found() -> None:
 
     finding = try_hand_overs(Early(), SIZES, CPU, width=8)
     assert finding.level is Level.ERROR
-    assert finding.message.startswith("launch 0: ") and "what an earlier run left behind was read" in finding.message
+    assert finding.message.startswith("launch 0: ") and "the result of an earlier run was read" in finding.message
 
 
 def test_a_replay_that_leaves_old_results_is_found() -> None:
@@ -100,7 +100,7 @@ def test_a_replay_that_leaves_old_results_is_found() -> None:
         recording.replay = replay  # type: ignore[method-assign]
 
     finding = try_hand_overs(Spoiled(keep_first), SIZES, CPU, width=8)
-    assert finding.message.startswith("replay 1: ") and "0 are NaN: what an earlier run left behind" in finding.message
+    assert finding.message.startswith("replay 1: ") and "0 are NaN: the result of an earlier run" in finding.message
 
 
 def before_each_replay(act: Callable[[FakeRecording], object]) -> Callable[[FakeRecording], None]:

@@ -120,14 +120,14 @@ def test_the_process_says_why_it_cannot_begin() -> None:
     assert "CUDA" in (made.complaint or "")
 
 
-def test_a_complaint_names_the_gpu_and_what_failed(tmp_path: Path) -> None:
+def test_a_reason_names_the_gpu_and_the_check_that_failed(tmp_path: Path) -> None:
     """It is read from what an earlier process kept."""
     SelfChecks(tmp_path).find(MINE, lambda: verdict(FINE, BAD))
     found = unavailable_reason(GPU, tmp_path)  # type: ignore[arg-type]
     assert found == "the self-check of cuda:1 (Fake GPU) failed: dropout: equal masks"
 
 
-def test_without_an_error_there_is_no_complaint(tmp_path: Path) -> None:
+def test_without_an_error_there_is_no_reason(tmp_path: Path) -> None:
     """A warning is none."""
     kept = verdict(FINE, WARNED)
     SelfChecks(tmp_path).find(MINE, lambda: kept)
@@ -181,7 +181,7 @@ def test_a_check_that_the_end_of_the_process_breaks_off_leaves_no_verdict(tmp_pa
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_targets_hand_on_the_complaint() -> None:
+def test_targets_hand_on_the_reason() -> None:
     """A CPU has none."""
     config = load_config()
     assert CpuTarget(default_profile(2), config).unavailable_reason() is None

@@ -236,42 +236,6 @@ def test_a_graph_that_writes_to_who_knows_what_is_never_captured(gpu: FakeGpu) -
     assert counts(executable) == (5, 0, 0)
 
 
-def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> None:
-    """A forward saves inputs for its backward; the copy that a replay reads is not what it returns."""
-    made = add_input(graph((), (0,)), 0)
-    made = replace(
-        made, outputs=(BufferId(0), BufferId(2)), buffers=(replace(made.buffers[0], is_output=True), *made.buffers[1:])
-    )
-    executable = CudaExecutable(
-        program=program_of(made, plan(made, "AB")),
-        graph=made,
-        bodies=[body(torch.mul), body(torch.sin)],
-        gpu=gpu,
-        contract=Contract(static_inputs=frozenset({1}), user_outputs=frozenset({1})),
-        shared=ModelMemory(),
-    )
-    weight = torch.randn(4)
-    held = []
-    for _ in range(5):
-        x = torch.randn(4)
-        saved, out = executable.run([x, weight])
-        held.append(saved)
-        assert saved is x
-        assert out is not None and torch.equal(out, (x * weight).sin())
-    assert executable.num_replays == 3
-
-
-def test_a_kept_view_of_a_parameter_is_no_reason_to_wait(gpu: FakeGpu) -> None:
-    """Others hold the parameter all the time."""
-    executable = two_towers(gpu, lambda x, weight: weight.view(2, 2), torch.sin, lambda w, s: w.reshape(4) + s)
-    weight = torch.randn(4)
-    held = []
-    for _ in range(5):
-        held.append(executable.run([torch.randn(4), weight]))
-    assert executable.num_replays == 3
-    assert all(kept is not None and torch.equal(kept, weight.view(2, 2)) for _, kept in held)
-
-
 def test_random_numbers_differ_between_replays_and_follow_the_seed(gpu: FakeGpu) -> None:
     """A capture draws nothing."""
     results = []
@@ -335,41 +299,6 @@ def test_a_backward_is_captured_after_its_forward_and_lends_its_gradients(gpu: F
     assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1"), ("copy", "1"), ("replay",)]
 
 
-def test_gradients_that_are_held_are_copied_from_then_on(gpu: FakeGpu) -> None:
-    """One step is launched in between, and what was lent until then stays as it was."""
-    forward, backward = make_pair(gpu)
-    weight, held = torch.randn(4), []
-    for number in range(8):
-        x, tangent = torch.randn(4), torch.randn(4)
-        _, kept = forward.run([x, weight])
-        assert kept is not None
-        (first, second), wanted = backward.run([kept, weight, tangent]), (x * weight * weight, x * weight - tangent)
-        held.append((first if number % 2 else second, wanted[0] if number % 2 else wanted[1]))
-        del kept, first, second
-    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
-    assert counts(backward) == (3, 2, 5)
-
-
-def test_gradients_that_are_still_held_when_a_forward_begins_are_not_overwritten(gpu: FakeGpu) -> None:
-    """Then that step is launched, and the graphs are captured again in other memory; the old memory ends with them."""
-    pair = forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
-    for _ in range(4):
-        step(pair, weight)
-    _, kept = forward.run([torch.ones(4), weight])
-    held = backward.run([kept, weight, torch.ones(4)])[0]  # type: ignore[list-item]
-    del kept
-    old = weakref.ref(gpu.recordings[0].pool)
-    gpu.recordings.clear()
-    for _ in range(4):
-        step(pair, weight)
-    assert held is not None and torch.equal(held, weight * weight)
-    assert counts(forward) == counts(backward) == (2 + 1, 2, 3 + 3)
-    assert old() is not None and old() is not gpu.recordings[0].pool
-    del held
-    assert old() is None
-
-
 def test_variants_of_a_model_overlay_each_other(gpu: FakeGpu) -> None:
     """Together they take what one of them takes; a forward is not replayed while another's saved tensors are used."""
     pairs = [make_pair(gpu, variant="first")]
@@ -390,53 +319,6 @@ def test_variants_of_a_model_overlay_each_other(gpu: FakeGpu) -> None:
     assert (first_back.num_launches, second_back.num_launches) == (2, 3)
 
 
-def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
-    """Then autograd copies it for one of two parameters; else both would be changed where one is."""
-    forward, backward = make_pair(gpu, made=(1, 1))
-    weight, held = torch.randn(4), []
-    for _ in range(6):
-        _, kept = forward.run([torch.randn(4), weight])
-        assert kept is not None
-        one, other = backward.run([kept, weight, torch.randn(4)])
-        assert one is other and one is not None
-        held.append(one)
-        del kept
-    assert backward.num_replays == 3 and len({each.data_ptr() for each in held}) == 6
-
-
-def test_an_output_that_is_saved_too_is_copied_for_the_user_alone(gpu: FakeGpu) -> None:
-    """Such as a hyperbolic tangent at the end of a model: its backward reads what the user sees."""
-    pair = forward, backward = make_pair(gpu, outputs=(0, 0))
-    weight, held = torch.randn(4), []
-    for _ in range(6):
-        x, tangent = torch.randn(4), torch.randn(4)
-        seen, kept = forward.run([x, weight])
-        assert kept is not None
-        held.append((seen, x * weight))
-        _, gradient = backward.run([kept, weight, tangent])
-        assert gradient is not None and torch.equal(gradient, x * weight - tangent)
-        del kept, gradient
-    assert [counts(each) for each in pair] == [(2, 1, 4), (2, 1, 4)]
-    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
-
-
-def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: FakeGpu) -> None:
-    """Two forwards before two backwards: the second of each is launched, into fresh memory, and overwrites nothing."""
-    pair = forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
-    for _ in range(4):
-        step(pair, weight)
-    for _ in range(3):
-        xs, tangent = [torch.randn(4), torch.randn(4)], torch.randn(4)
-        saved = [kept for x in xs for kept in forward.run([x, weight])[1:] if kept is not None]
-        gradients = [backward.run([kept, weight, tangent])[1] for kept in saved]
-        assert len(gradients) == 2
-        for x, gradient in zip(xs, gradients, strict=True):
-            assert gradient is not None and torch.equal(gradient, x * weight - tangent)
-        del saved, gradients, gradient
-    assert counts(backward) == (2 + 3, 1, 2 + 3) and len(gpu.recordings) == 2
-
-
 def test_a_quota_is_of_a_forward_and_its_backward_together(gpu: FakeGpu) -> None:
     """They share memory."""
     pair = forward, backward = make_pair(gpu, lane_memory_quota=2**20)
@@ -445,20 +327,6 @@ def test_a_quota_is_of_a_forward_and_its_backward_together(gpu: FakeGpu) -> None
         step(pair, weight)
     assert counts(forward) == counts(backward) == (2, 1, 2)
     assert len({each.pool for each in gpu.recordings}) == 1 and len(gpu.recordings) == 2
-
-
-def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:
-    """A view of a tangent is one of memory that the next tangent is copied into."""
-    forward, backward = make_pair(gpu, lambda kept, weight: kept * weight, lambda weight, tangent: tangent.view(2, 2))
-    weight, held = torch.randn(4), []
-    for _ in range(6):
-        tangent = torch.randn(4)
-        _, kept = forward.run([torch.randn(4), weight])
-        assert kept is not None
-        held.append((backward.run([kept, weight, tangent])[1], tangent.view(2, 2)))
-        del kept
-    assert backward.num_replays == 4
-    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
 
 
 def test_a_backward_follows_its_forward_to_new_addresses(gpu: FakeGpu) -> None:
@@ -508,61 +376,6 @@ def test_a_failed_capture_is_one_warning_and_lanes_stay(gpu: FakeGpu, caplog: py
     weight = warm_up(strict)
     with pytest.raises(RuntimeError, match="not permitted"):
         strict.run([torch.randn(4), weight])
-
-
-def test_an_input_whose_elements_share_memory_cannot_be_copied_into(gpu: FakeGpu) -> None:
-    """The message says what to do."""
-    executable = two_towers(gpu, strict=True)
-    weight = warm_up(executable)
-    with pytest.raises(UnsupportedGraphError, match=r"shape \(4,\) and strides \(0,\).*make it contiguous"):
-        executable.run([torch.randn(1).expand(4), weight])
-
-
-def test_an_output_whose_elements_share_memory_is_copied_out(gpu: FakeGpu) -> None:
-    """Such as a mask for a whole batch; the memory that its elements share is what is copied."""
-    executable = two_towers(gpu, torch.mul, torch.sin, lambda product, sine: product[:1].expand(3), strict=True)
-    weight, held = torch.randn(4), []
-    for _ in range(6):
-        x = torch.randn(4)
-        held.append((executable.run([x, weight])[0], (x * weight)[:1].expand(3)))
-    assert executable.num_replays == 4
-    for out, wanted in held:
-        assert out is not None and torch.equal(out, wanted) and out.stride() == (0,)
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda made: made.view(2, 2),
-        lambda made: made[1:],
-        lambda made: made[3:].to(torch.float32).view(torch.int32),
-        lambda made: made[:0],
-        lambda made: made.view(torch.complex64),
-    ],
-    ids=["all", "a part", "another type", "nothing", "larger elements"],
-)
-def test_outputs_that_share_memory_share_it_after_a_replay_too(gpu: FakeGpu, view: Callable[..., torch.Tensor]) -> None:
-    """A graph without gradients may return a tensor and a view of it; who writes to one writes to the other."""
-    made = replace(graph((), (0,), outputs=(0, 1)), role=Role.INFERENCE)
-    executable = CudaExecutable(
-        program=program_of(made, plan(made, "AB")),
-        graph=made,
-        bodies=[body(torch.sin), body(view)],
-        gpu=gpu,
-        contract=Contract(user_outputs=frozenset({0, 1})),
-        shared=ModelMemory(),
-        strict=True,
-    )
-    held = []
-    for _ in range(5):
-        x = torch.randn(4)
-        out, part = executable.run([x])
-        assert out is not None and part is not None
-        assert out.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        held.append((out, part, x.sin()))
-    assert executable.num_replays == 3
-    for out, part, wanted in held:
-        assert torch.equal(out, wanted) and torch.equal(part, view(wanted)) and part.stride() == view(wanted).stride()
 
 
 def test_an_operator_that_must_not_be_captured_is_launched_at_every_step(gpu: FakeGpu) -> None:

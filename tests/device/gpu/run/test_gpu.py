@@ -1,6 +1,6 @@
-"""`TorchGpu` with the stub of libcuda: which streams lanes get, and what libraries are told of them.
+"""`TorchGpu` with the stub of libcuda: streams of lanes, and numbers of SMs that libraries see.
 
-What torch needs a device for (streams, pools) is replaced by what records it; the driver is the stub.
+Recorders replace streams and pools of torch, which need a device; the driver is the stub.
 """
 
 from __future__ import annotations

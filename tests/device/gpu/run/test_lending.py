@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -165,3 +166,55 @@ def test_without_the_rule_a_held_gradient_is_overwritten(gpu: FakeGpu, monkeypat
     held = train(pair, 4, zeroed="before the forward", weight=weight)
     with pytest.raises(AssertionError):
         train(pair, 4, zeroed="never", weight=weight, held=held)
+
+
+def test_gradients_that_are_held_are_copied_from_then_on(gpu: FakeGpu) -> None:
+    """One step is launched in between, and what was lent until then stays as it was."""
+    forward, backward = make_pair(gpu)
+    weight, held = torch.randn(4), []
+    for number in range(8):
+        x, tangent = torch.randn(4), torch.randn(4)
+        _, kept = forward.run([x, weight])
+        assert kept is not None
+        (first, second), wanted = backward.run([kept, weight, tangent]), (x * weight * weight, x * weight - tangent)
+        held.append((first if number % 2 else second, wanted[0] if number % 2 else wanted[1]))
+        del kept, first, second
+    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+    assert counts(backward) == (3, 2, 5)
+
+
+def test_gradients_that_are_still_held_when_a_forward_begins_are_not_overwritten(gpu: FakeGpu) -> None:
+    """Then that step is launched, and the graphs are captured again in other memory; the old memory ends with them."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step(pair, weight)
+    _, kept = forward.run([torch.ones(4), weight])
+    held = backward.run([kept, weight, torch.ones(4)])[0]  # type: ignore[list-item]
+    del kept
+    old = weakref.ref(gpu.recordings[0].pool)
+    gpu.recordings.clear()
+    for _ in range(4):
+        step(pair, weight)
+    assert held is not None and torch.equal(held, weight * weight)
+    assert counts(forward) == counts(backward) == (2 + 1, 2, 3 + 3)
+    assert old() is not None and old() is not gpu.recordings[0].pool
+    del held
+    assert old() is None
+
+
+def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: FakeGpu) -> None:
+    """Two forwards before two backwards: the second of each is launched, into fresh memory, and overwrites nothing."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step(pair, weight)
+    for _ in range(3):
+        xs, tangent = [torch.randn(4), torch.randn(4)], torch.randn(4)
+        saved = [kept for x in xs for kept in forward.run([x, weight])[1:] if kept is not None]
+        gradients = [backward.run([kept, weight, tangent])[1] for kept in saved]
+        assert len(gradients) == 2
+        for x, gradient in zip(xs, gradients, strict=True):
+            assert gradient is not None and torch.equal(gradient, x * weight - tangent)
+        del saved, gradients, gradient
+    assert counts(backward) == (2 + 3, 1, 2 + 3) and len(gpu.recordings) == 2
