@@ -104,6 +104,26 @@ def test_private_modules_of_torch_are_imported_in_one_package_only(path: Path) -
     assert not private or PACKAGE / "torch_bridge" in path.parents
 
 
+_PRIVATE_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks", "_boxed_call", "_orig_mod", "tangents_")
+"""Names that torch gives no public access to."""
+
+
+@parametrize_files()
+def test_private_attributes_of_torch_are_used_in_one_package_only(path: Path) -> None:
+    """Also where they are reached by a string, as in `getattr`; a pattern for module paths may name one."""
+    if PACKAGE / "torch_bridge" in path.parents:
+        return
+    tree = tree_of(path)
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    fields = {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not (texts | fields | used) & set(_PRIVATE_ATTRIBUTES)
+
+
 @parametrize_files()
 def test_ortools_is_imported_by_the_solver_and_the_bound_only(path: Path) -> None:
     """It is large, and a schedule is found without."""
@@ -208,3 +228,42 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
     counts = re.findall(r"SKIPPED \[(\d+)\] tests/gpu/\S+ needs a CUDA device; torch sees none here", done.stdout)
     assert sum(map(int, counts)) > 10
     assert re.fullmatch(rf"{sum(map(int, counts))} skipped in .*", done.stdout.strip().splitlines()[-1])
+
+
+# ------------------------------------------------------------------------------------------------------------- budgets
+
+BUDGETS = {
+    ".": 38_400,
+    "autotune": 1_150,
+    "device": 5_600,
+    "distributed": 3_800,
+    "ir": 1_850,
+    "operators": 1_250,
+    "passes": 2_350,
+    "planner": 3_100,
+    "reports": 2_750,
+    "session": 5_300,
+    "store": 950,
+    "target": 750,
+    "tools": 3_150,
+    "torch_bridge": 4_850,
+}
+"""Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
+
+MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_a_room_keeps_its_budget(room: str) -> None:
+    """All files in it and below."""
+    lines = sum(len(path.read_text().splitlines()) for path in (PACKAGE / room).rglob("*.py"))
+    assert lines <= BUDGETS[room], f"{room} has {lines} lines of at most {BUDGETS[room]}"
+
+
+@parametrize_files()
+def test_classes_and_files_are_of_a_size_to_read(path: Path) -> None:
+    """A class is one decision, and a file one subject."""
+    assert len(path.read_text().splitlines()) <= MOST_LINES_OF_A_FILE
+    classes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
+    long = [node.name for node in classes if (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_A_CLASS]
+    assert not long

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -27,62 +27,13 @@ from apollo_compile.progress import Progress
 from apollo_compile.store.plan_file import read_plans
 from apollo_compile.store.profiles import ProfileState, cached_profile_path, inspect_profile
 from apollo_compile.target.findings import Finding, Level
+from apollo_compile.tools.machine_facts import MachineFacts
 
 LEAST_TORCH = (2, 11)
 
 _COMPILERS = ("g++", "clang++", "c++")
 _PROGRAM = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 _COMPILE_TIMEOUT_S = 60
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MachineFacts:
-    """MachineFacts about a machine and its software."""
-
-    python: str
-    torch: str | None
-    """Version of torch; None if it cannot be imported."""
-    torch_problem: str | None = None
-    native_problem: str | None = None
-    """Why the native runtime does not load; None if it does."""
-    handles_problem: str | None = None
-    """Why torch's tensor handles cannot be used; None if they can."""
-    config_problem: str | None = None
-    """Why settings in the environment are invalid; None if they are valid."""
-    plan_problem: str | None = None
-    """Why the plans in APOLLO_PLAN cannot be read; None if they can."""
-    compiler: str | None = None
-    compiler_problem: str | None = None
-    """Why a program with OpenMP cannot be compiled; None if it can."""
-    is_body_tried: bool = True
-    """Whether a test body is compiled, if possible."""
-    body_problem: str | None = None
-    """Why a compiled test body runs under the GIL; None if it does not, or if no body was compiled."""
-    cores: int
-    """Cores of the machine."""
-    allowed_cores: int
-    """Cores that this process may run on."""
-    core_limit: float | None = None
-    """CPU time in cores that the container grants; None if there is no limit."""
-    threads: int | None = None
-    """Threads that torch uses."""
-    has_openmp: bool | None = None
-    """Whether torch was built with OpenMP."""
-    profile: ProfileState | None = None
-    profile_path: Path | None = None
-    profile_detail: str = ""
-    cache: Path | None = None
-    cache_problem: str | None = None
-    """Why the cache directory cannot be written; None if it can."""
-    ortools: str | None = None
-    """Version of OR-Tools; None if it cannot be imported."""
-    ortools_problem: str | None = None
-    """Why OR-Tools cannot be imported, with its required and the installed protobuf; None if it can."""
-    cuda_devices: tuple[str, ...] = ()
-    cuda_build: str | None = None
-    """CUDA version that torch was built with; None if it was built without CUDA."""
-    cuda_findings: tuple[Finding, ...] = ()
-    """Findings about the first CUDA device, including its self-check."""
 
 
 def diagnose(facts: MachineFacts) -> tuple[Finding, ...]:

@@ -22,7 +22,8 @@ from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.store.profiles import ProfileState
 from apollo_compile.tools import doctor
-from apollo_compile.tools.doctor import Finding, Level, MachineFacts, diagnose, is_fit, look
+from apollo_compile.tools.doctor import Finding, Level, diagnose, is_fit, look
+from apollo_compile.tools.machine_facts import MachineFacts
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,7 +252,7 @@ def test_a_solver_that_cannot_be_imported_is_a_finding_with_the_protobuf_it_asks
     status, found, _ = run_doctor(PYTHONPATH=str(tmp_path))
     assert status == 0 and found["OR-Tools"]["level"] == "warning"
     assert "TypeError: Descriptors" in found["OR-Tools"]["message"]
-    assert "asks for protobuf<9.1,>=9.0, and " in found["OR-Tools"]["message"]
+    assert "requires protobuf<9.1,>=9.0, and " in found["OR-Tools"]["message"]
 
 
 def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from apollo_compile.device.target import Contract
 
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.target import Contract
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import BufferId, Role
 from tests.builders import graph, plan
