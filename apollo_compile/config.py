@@ -162,7 +162,7 @@ _VARIABLES = {
     "APOLLO_DUMP": "debug.dump",
     "APOLLO_LOG": "debug.log",
     "APOLLO_PLAN": "plan.file",
-    "APOLLO_PROFILE": "target.profile",
+    "APOLLO_PROFILE": "device.profile",
 }
 
 _PREFIX = "APOLLO_"

@@ -37,7 +37,7 @@ OPTIONS = {
 }
 """Run the plan, whatever is faster, and raise what would be hidden otherwise."""
 
-FORMULA_OPTIONS = {**OPTIONS, "plan.replan": False, "target.profile": "h200"}
+FORMULA_OPTIONS = {**OPTIONS, "plan.replan": False, "device.profile": "h200"}
 """Keep the plan that rests on formulas and the data sheet, whatever was measured on this GPU: it has lanes even where
 small models gain nothing by them."""
 

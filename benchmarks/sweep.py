@@ -316,7 +316,7 @@ def make_options(profile: Path) -> dict[str, Any]:
         "plan.min_gain": 0.0,
         "plan.time_limit_s": 0.5,
         "partition.min_segment_share": 0.05,
-        "target.profile": profile,
+        "device.profile": profile,
     }
 
 

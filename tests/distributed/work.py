@@ -47,7 +47,7 @@ PATIENCE = datetime.timedelta(seconds=600)
 
 LANES = {
     "debug.strict": True,
-    "target.profile": "cpu",
+    "device.profile": "cpu",
     "device.units": 2,
     "plan.autotune": False,
     "plan.min_gain": 0.0,
@@ -188,7 +188,7 @@ def train_reference() -> Result:
 def train_ddp(rank: int, folder: Path) -> Result:
     """CLIP under DDP."""
     model = make_clip()
-    options = {**LANES, "target.profile": _wrong_profile(rank, folder)}
+    options = {**LANES, "device.profile": _wrong_profile(rank, folder)}
     run = torch.compile(DistributedDataParallel(model), backend="apollo", options=options)
     return _train_clip(rank, model, run)
 
@@ -232,7 +232,7 @@ def train_fsdp_natively(rank: int, folder: Path) -> Result:
     """
     model = make_clip()
     fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)), reshard_after_forward=True)
-    options = {**LANES, "target.profile": _wrong_profile(rank, folder)}
+    options = {**LANES, "device.profile": _wrong_profile(rank, folder)}
     result = _train_clip(rank, model, torch.compile(model, backend="apollo", options=options))
     (entry,) = registry.find_models(model)
     return {**result, "native": [body.entry_address is not None for graph in entry.graphs for body in graph.bodies]}

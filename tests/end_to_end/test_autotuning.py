@@ -32,7 +32,7 @@ from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_
 
 AUTOTUNED = {
     "debug.strict": True,
-    "target.profile": "cpu",
+    "device.profile": "cpu",
     "plan.min_gain": 0.0,
     "plan.remember": False,
     "plan.replan": False,

@@ -88,7 +88,7 @@ def test_a_wrong_unit_count_or_profile_is_an_error(tmp_path: Path) -> None:
     torch._dynamo.reset()
     large = default_profile(4096)
     save_profile(large, tmp_path / "large.json")
-    for options in ({"device.units": 4096}, {"target.profile": tmp_path / "large.json"}):
+    for options in ({"device.units": 4096}, {"device.profile": tmp_path / "large.json"}):
         with pytest.raises(Exception, match=r"lanes may use \d+ cores here"):
             torch.compile(nn.Linear(2, 2), backend="apollo", options=options)(torch.ones(1, 2))
 
@@ -99,7 +99,7 @@ def test_a_number_of_units_limits_a_measured_profile_too(tmp_path: Path) -> None
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     for units in (available_units(), 4096):
         save_profile(dataclasses.replace(default_profile(units), source="measured"), tmp_path / "mine.json")
-        options = {**STRICT, "target.profile": tmp_path / "mine.json", "device.units": 1}
+        options = {**STRICT, "device.profile": tmp_path / "mine.json", "device.units": 1}
         assert select_profile(load_config(options)).units == 1
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend="apollo", options=options)(x), layer(x))
@@ -144,13 +144,13 @@ def test_a_packaged_profile_is_named_and_one_of_another_device_is_refused() -> N
     torch._dynamo.reset()
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     with torch.no_grad():
-        run = torch.compile(layer, backend="apollo", options={**STRICT, "target.profile": "cpu"})
+        run = torch.compile(layer, backend="apollo", options={**STRICT, "device.profile": "cpu"})
         torch.testing.assert_close(run(x), layer(x))
     (model,) = registry.find_models(layer)
     assert (model.target.profile.source, model.target.profile.units) == ("default", available_units())
     torch._dynamo.reset()
     with pytest.raises(Exception, match="is for a cuda device"):
-        torch.compile(nn.Linear(2, 2), backend="apollo", options={"target.profile": "h200"})(x)
+        torch.compile(nn.Linear(2, 2), backend="apollo", options={"device.profile": "h200"})(x)
 
 
 def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +431,7 @@ def test_measured_times_replace_formulas_after_the_first_steps(tmp_path: Path) -
     model = TwoTowers()
     steps = 2 * (SKIPPED_RUNS + OBSERVED_RUNS)
     eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
-    options = {**STRICT, "target.profile": tmp_path / "wrong.json"}
+    options = {**STRICT, "device.profile": tmp_path / "wrong.json"}
     apollo = train(model, lambda run: run(*inputs).square().mean(), steps=steps, backend="apollo", options=options)
     assert_same_training(eager, apollo)
     graphs = registry.compiled_models()[-1].graphs
@@ -450,7 +450,7 @@ def test_a_plan_is_not_made_anew_where_that_is_switched_off(tmp_path: Path) -> N
     torch._dynamo.reset()
     layer, x = TwoTowers(), two_tower_inputs()
     run = torch.compile(
-        layer, backend="apollo", options={**STRICT, "plan.replan": False, "target.profile": tmp_path / "wrong.json"}
+        layer, backend="apollo", options={**STRICT, "plan.replan": False, "device.profile": tmp_path / "wrong.json"}
     )
     with torch.no_grad():
         for _ in range(2 * (SKIPPED_RUNS + OBSERVED_RUNS)):

@@ -23,7 +23,7 @@ from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.models import NEVER_AS_LONG_NS, STRICT, TwoTowers, two_tower_inputs
 
 QUICK = {**STRICT, "plan.planner": "greedy", "plan.time_limit_s": 0.1}
-LENIENT = {**QUICK, "debug.strict": False, "target.profile": "cpu", "plan.min_gain": 0.0, "runtime.bodies": "eager"}
+LENIENT = {**QUICK, "debug.strict": False, "device.profile": "cpu", "plan.min_gain": 0.0, "runtime.bodies": "eager"}
 
 
 class Meddler:
@@ -53,7 +53,7 @@ def compile_as_rank(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch,
     save_profile(dataclasses.replace(default_profile(available_units()), name="wrong", launch_ns=launch_ns), file)
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    run = torch.compile(model, backend="apollo", options={**QUICK, "target.profile": file, "plan.autotune": False})
+    run = torch.compile(model, backend="apollo", options={**QUICK, "device.profile": file, "plan.autotune": False})
     plans = []
     for _ in range(SKIPPED_RUNS + OBSERVED_RUNS + 2):
         model.zero_grad()

@@ -24,7 +24,7 @@ from tests.end_to_end.models import assert_same_training, train
 
 LANES = {
     "debug.strict": True,
-    "target.profile": "cpu",
+    "device.profile": "cpu",
     "plan.min_gain": 0.0,
     "plan.remember": False,
     "plan.time_limit_s": 0.5,

@@ -184,7 +184,7 @@ def test_that_a_graph_falls_back_is_remembered(
     """The next process plans nothing to find out, and says the same."""
     model = Product()
     x = a_batch(model)
-    options = {**USUAL, "plan.remember": True, "device.cache": tmp_path, "target.profile": "cpu"}
+    options = {**USUAL, "plan.remember": True, "device.cache": tmp_path, "device.profile": "cpu"}
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         for _ in range(2):
             train(model, lambda run: run(x).square().mean(), steps=1, backend="apollo", options=options)

@@ -30,7 +30,7 @@ def free_lanes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     free = {"kernel_ns": 0, "parallel_ns": 100_000, "cold_ns": 0, "launch_ns": 0, "tensor_ns": 0, "handover_ns": 0}
     save_profile(replace(default_profile(2), **free), path)
     return {
-        "target.profile": path,
+        "device.profile": path,
         "partition.min_segment_share": 0.0,
         "plan.planner": "greedy",
         "plan.min_gain": 0.0,

@@ -13,7 +13,7 @@ from apollo_compile import ModuleCosts, module_costs
 from apollo_compile.errors import TargetError
 
 WIDTH = 32
-OPTIONS = {"device.units": 1, "target.profile": "cpu"}
+OPTIONS = {"device.units": 1, "device.profile": "cpu"}
 SIZES: dict[str, tuple[str | int, int]] = {"tokens": ("ids", 1), "patches": ("patches", 1)}
 
 

@@ -31,7 +31,7 @@ def test_findings_depend_on_the_machine_and_on_the_number_of_threads() -> None:
 def test_a_profile_is_kept_if_the_next_process_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was named by the user, or is in the cache."""
     profile = default_profile(1)
-    assert CpuTarget(profile, load_config({"device.cache": tmp_path, "target.profile": "cpu"})).keeps_profile
+    assert CpuTarget(profile, load_config({"device.cache": tmp_path, "device.profile": "cpu"})).keeps_profile
     monkeypatch.delenv("APOLLO_PROFILE")
     config = load_config({"device.cache": tmp_path})
     assert not CpuTarget(profile, config).keeps_profile

@@ -66,7 +66,7 @@ def test_lanes_are_made_of_the_atoms_that_the_driver_grants(
     device = open_stub(stub)
     assert device.atom_sizes == [*(num_atoms - 1) * [8], 8 if stays_alone else 132 - (num_atoms - 1) * 8]
     gpu = SimpleNamespace(native=device, device=torch.device("cuda", 0))
-    profile = device_open._gpu_profile(gpu, load_config({"target.profile": "h200"}))  # type: ignore[arg-type]
+    profile = device_open._gpu_profile(gpu, load_config({"device.profile": "h200"}))  # type: ignore[arg-type]
     first, *others = profile.lanes
     assert len(first.units) == 132
     halves = useful_lanes(profile.lanes, 2)[1:]

@@ -127,7 +127,7 @@ def test_a_device_whose_captures_broke_torch_is_not_opened_again(
     gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs that are compiled later fall back, for that reason."""
-    config = load_config({"target.profile": "h200"})
+    config = load_config({"device.profile": "h200"})
     assert not isinstance(device_open._open_gpu(gpu.device, config), str)
     monkeypatch.setattr(gpu.captures, "why_off", "a capture failed")
     assert device_open._open_gpu(gpu.device, config) == "no lanes on cuda:0: a capture failed"
