@@ -75,7 +75,7 @@ class PlanConfig:
     replan: bool = True
     """Plan again after the first steps, with measured durations instead of formulas."""
     autotune: bool = True
-    """Measure the plan, a list schedule, the serial plan and Inductor's own code in the first steps, and keep the
+    """Measure the plan, the serial plan and Inductor's own code in the first steps, and keep the
     fastest. With False, a plan file, the planner `serial`, a memory quota or
     `torch.use_deterministic_algorithms(True)`, the plan always runs; deterministic algorithms also switch off
     `replan`."""

@@ -121,7 +121,7 @@ def select_profile(config: Config) -> DeviceProfile:
 def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
     """Return the profile with this GPU's numbers of SMs and atoms; by default, rates are those of an H200's data sheet.
 
-    They serve the first plan only: bodies are timed in the third step.
+    They serve the first plan only: bodies are timed in the second call.
     """
     native = gpu.native
     profile = packaged_profile("h200") if config.device.profile is None else load_profile(config.device.profile)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.ir import Capture, Partition, Variant, Verdict
+from apollo_compile.ir import Capture, Partition, Role, Variant, Verdict
 from apollo_compile.store.history import History
 from apollo_compile.store.keys import bundle_key, circumstances, finding_key
 from apollo_compile.target.compilation import Compilation, Finding
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 _OF_STEPS = (Variant.LOOP, Variant.EAGER, Variant.TRACED)
 
-_KEPT = (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR, *_OF_STEPS)
+_KEPT = (Variant.PLAN, Variant.NARROW, Variant.SERIAL, Variant.INDUCTOR, *_OF_STEPS)
 """Variants that a later process can run."""
 
 
@@ -77,7 +77,7 @@ class WarmStart:
             return None
         try:
             self._keys[capture.name] = finding_key(capture, partition, self._circumstances)
-            return self._find(self._keys[capture.name])
+            return self._find(self._keys[capture.name], is_whole_kept=capture.role is Role.STEP)
         except Exception as error:  # the graph is planned as if it were new
             if self.config.debug.strict:
                 raise
@@ -93,7 +93,7 @@ class WarmStart:
     def keep(self, compilation: Compilation, variant: Variant, verdict: Verdict | None) -> None:
         """Keep plan, variant and verdict of a graph for later processes."""
         history = self._history
-        if history is None or compilation.capture.sizes:  # dynamic sizes are planned quickly, and in the background
+        if history is None or compilation.capture.sizes:  # a plan for changing sizes is made quickly
             return
         finding = Finding(
             observations=compilation.observations, plan=compilation.plan, variant=variant, verdict=verdict
@@ -151,12 +151,13 @@ class WarmStart:
             compiler=compiler_settings(),
         )
 
-    def _find(self, key: str | None) -> Finding | None:
+    def _find(self, key: str | None, *, is_whole_kept: bool = False) -> Finding | None:
         history = self._history
         finding = None if history is None or key is None else history.recall(key)
         if finding is None or finding.variant not in _KEPT:
             return None
-        if finding.variant is Variant.INDUCTOR and (self.is_for_step or self.target.captures):
+        are_segments_needed = self.is_for_step or self.target.captures
+        if finding.variant is Variant.INDUCTOR and are_segments_needed and not is_whole_kept:
             return replace(finding, variant=Variant.PLAN, verdict=None)  # its segments are compiled all the same
         if finding.verdict is None:
             return finding

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import wait_for_end
-
 PATIENCE_S = 900
 """After which a process hangs; on a busy machine it compiles for minutes."""
 
@@ -52,46 +50,6 @@ def test_sys_exit_with_lanes_and_planner_alive_ends_at_once_with_its_code() -> N
     done = run_python("check()\nprint('done', flush=True)\nsys.exit(7)")
     check_end(done, code=7)
     assert done.stderr == ""
-
-
-HANGING_PLANNER = """
-import json, os, socket, sys, time
-channel = socket.socket(fileno=json.loads(sys.argv[1])[0])
-if IS_READY:
-    channel.sendall((2).to_bytes(8, "little") + b"{}")
-    channel.recv(8)
-with open(sys.argv[2], "w") as pipe:
-    pipe.write(str(os.getpid()))
-time.sleep(10**6)
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("is_ready", [False, True], ids=["starts", "searches"])
-def test_sys_exit_while_the_planner_hangs_waits_for_no_deadline(is_ready: bool, tmp_path: Path) -> None:
-    """A plan is being made in the background when the program ends; deadlines of a day would be noticed."""
-    pipe = tmp_path / "pid"
-    os.mkfifo(pipe)
-    code = HANGING_PLANNER.replace("IS_READY", str(is_ready)).replace("sys.argv[2]", repr(str(pipe)))
-    done = run_python(
-        f"""
-        from apollo_compile.planner import apart
-        run = torch.compile(model, backend="apollo", dynamic=True, options={{**options, "runtime.bodies": "eager"}})
-        x = tuple(each[:40] for each in x)
-        check(run)
-        apart.stop_planner()
-        apart.COMMAND = (sys.executable, "-c", {code!r})
-        apart.START_LIMIT_S = apart.GRACE_S = 86400.0
-        x = tuple(each[:9] for each in x)
-        for _ in range(2):
-            check(run)
-        with open({str(pipe)!r}) as pipe:
-            print(pipe.read(), flush=True)
-        sys.exit(7)
-        """
-    )
-    assert (done.returncode, done.stderr) == (7, "")
-    wait_for_end(int(done.stdout))
 
 
 def test_an_interpreter_that_ends_in_the_midst_of_a_run_ends() -> None:
