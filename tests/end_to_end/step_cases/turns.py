@@ -39,7 +39,7 @@ class Turns:
             offered
         )  # each begins with another variant, so that none meets the same changes always
         selected = offered[(asked + num_rounds) % len(offered)]
-        prepare = tuner._tuner._candidates[selected].prepare
+        prepare = tuner._tuner._candidates._all[selected].prepare
         if prepare is not None and selected not in tuner.program.variants.loaded():
             prepare()
         self._selected[tuner] = tuner._tuner.current = selected
@@ -63,7 +63,7 @@ class Turns:
 
 def offers(tuner: StepTuner) -> Sequence[Variant]:
     """Return all variants that a step can take now."""
-    return [variant for variant in Variant if variant in tuner._tuner._candidates]
+    return [variant for variant in Variant if variant in tuner._tuner._candidates._all]
 
 
 def take_turns(monkeypatch: pytest.MonkeyPatch) -> Turns:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from apollo_compile.device.target import Contract
 
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import BufferId, Role
+from apollo_compile.target.target import Contract
 from tests.builders import graph, plan
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.run.test_execute import add_input, body, counts, make_pair, two_towers, warm_up
