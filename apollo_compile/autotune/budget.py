@@ -17,12 +17,18 @@ class CompileBudget:
         self._share = share
         self._clock = clock
         self._spent_ns = self._trained_ns = 0
-        self._last_ns = clock()
+        self._last_ns: int | None = None
+
+    def begin(self) -> None:
+        """Count time as training time from now on, if it is not counted yet: compiles come before."""
+        if self._last_ns is None:
+            self._last_ns = self._clock()
 
     def note_steps(self, count: int = 1) -> None:
         """Add the time since the last call as training time, of so many steps."""
         now = self._clock()
-        self._trained_ns += min(now - self._last_ns, count * MAX_STEP_NS)
+        if self._last_ns is not None:
+            self._trained_ns += min(now - self._last_ns, count * MAX_STEP_NS)
         self._last_ns = now
 
     def spend(self, ns: int) -> None:

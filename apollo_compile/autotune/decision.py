@@ -28,8 +28,10 @@ class Decision:
         self._comparison: Comparison | None = None
         self._spent_ns = 0
         """How long steps waited for compiles of the candidates."""
+        self._is_after_drift = False
+        """Whether a drift led to the comparison that is running."""
         self._is_confirmed = False
-        """Whether the latest comparison had the winner of the one before."""
+        """Whether it had the winner of the one before the drift."""
 
     @property
     def is_settled(self) -> bool:
@@ -91,7 +93,8 @@ class Decision:
         winner = Variant(comparison.winner()) if is_known else incumbent
         before = self.verdict
         self.verdict = _verdict_of(comparison, winner, before, self._spent_ns)
-        self._is_confirmed = before is not None and before.winner == winner
+        self._is_confirmed = self._is_after_drift and before is not None and before.winner == winner
+        self._is_after_drift = False
         self._comparison, self._winner = None, winner
 
 

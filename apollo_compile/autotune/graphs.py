@@ -118,12 +118,14 @@ class GraphTuner:
             KeyboardInterrupt: this, or any other `BaseException`: the comparison restarts with the next step.
         """
         self._callers.add(threading.get_ident())
-        if len(self._callers) > 1:
-            self.tuner.spoil()
         if not self._begins_step(graph) or not self._lock.acquire(blocking=False):
+            if len(self._callers) > 1:
+                self.tuner.spoil()
             return  # within a step, or another thread is here
         try:
             self._begin_step()
+            if len(self._callers) > 1:
+                self.tuner.spoil()
         except BaseException as error:
             self._callers.discard(threading.get_ident())
             self._has_failed = isinstance(error, Exception)
@@ -149,7 +151,7 @@ class GraphTuner:
 
     def _begins_step(self, graph: TunableGraph) -> bool:
         """Whether a call of this graph begins a step: it is the first, and not one of several forwards in a row."""
-        if graph is not self._graphs[0]:
+        if not self._graphs or graph is not self._graphs[0]:  # none are left of a model that was reverted
             return False
         return self._last is not graph or not any(other.has_run for other in self._graphs[1:])
 

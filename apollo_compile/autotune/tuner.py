@@ -113,17 +113,25 @@ class Tuner(Decision):
         """
         self._take(candidates, incumbent, required)
         self.verdict = None
+        self._budget.begin()
         self._compare(self._candidates.compiled())
 
     def adopt(self, verdict: Verdict, candidates: Sequence[Candidate], *, required: Collection[int] = (0,)) -> None:
         """Run the winner of an earlier process, which is watched; what lost there is compiled only after a drift.
 
-        Raises:
-            CandidateError: the winner cannot be compiled.
+        If the winner cannot be compiled, the others are compared.
         """
         self._take(candidates, verdict.winner, required)
+        self._budget.begin()
         if verdict.winner in self._candidates.late:
-            self._candidates.prepare(verdict.winner)
+            try:
+                self._candidates.prepare(verdict.winner)
+            except CandidateError as error:
+                _logger.warning("%s: %s, the fastest before, is not run: %s", self._name, verdict.winner, error)
+                left = self._candidates.compiled()
+                self._winner = left[-1]
+                self._compare(left)
+                return
         self._candidates.leave_out_losers(verdict)
         self.verdict = verdict
         self._settle_on(verdict.winner)
@@ -140,8 +148,7 @@ class Tuner(Decision):
         names = [self._winner] if self._comparison is None else self._comparison.names
         left = [Variant(each) for each in names if each != variant]
         if self._winner == variant:
-            self.verdict = None
-            left = left or self._candidates.compiled()
+            self.verdict, left = None, self._candidates.compiled()
             self._winner = left[-1]
         self._compare(left)
 
@@ -173,6 +180,7 @@ class Tuner(Decision):
                 self.current = unready
                 return self.current
             if self._rules.is_timed_by_turn and not self._may_compare():
+                self.spoil()
                 self.current = self._winner
                 return self.current
             if self._turn is not None and comparison.is_turn_complete:
@@ -195,6 +203,7 @@ class Tuner(Decision):
 
     def spoil(self) -> None:
         """Discard the times of the current step: something else ran, or ran beside it."""
+        self.is_timed = False
         self._watch.spoil()
         if self._turn is not None:
             self._turn.spoil()
@@ -270,6 +279,7 @@ class Tuner(Decision):
         elif due is not None:
             self._add_late(due)
         elif self.is_watched and self._watch.has_drifted(self._required):
+            self._is_after_drift = True
             self._candidates.restore_losers()
             if len(others := self._candidates.compiled()) > 1:
                 self._compare(others)

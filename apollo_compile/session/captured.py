@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,6 +79,8 @@ class Revertible:
         self._run = compiled
         self._kept: KeptGraph | None = kept
         self._compile_plainly = compile_plainly
+        self._lock = threading.Lock()
+        """Guards the way back, which one thread takes."""
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the graph; a failure of an earlier call leads to torch.compile's function now."""
@@ -96,9 +99,12 @@ class Revertible:
 
     def _revert(self, reason: str, arguments: Sequence[Any]) -> None:
         """Compile the Dynamo graph as torch.compile does, and run that from now on."""
-        assert self._kept is not None
-        kept, self._kept = self._kept, None
-        self._model.release()
-        self._model.fall_back(Fallback(reason=reason, level=logging.WARNING))
-        with kept.compiling(arguments) as (graph_module, fakes):
-            self._run = self._compile_plainly(graph_module, fakes)
+        with self._lock:
+            if self._kept is None:  # another thread was here
+                return
+            self._model.release()
+            with self._kept.compiling(arguments) as (graph_module, fakes):
+                self._run = self._compile_plainly(graph_module, fakes)
+            self._kept = None
+            self._model.forget_graphs()
+            self._model.fall_back(Fallback(reason=reason, level=logging.WARNING))

@@ -197,9 +197,9 @@ class CompiledModel:
     def release(self) -> None:
         """Drop all graphs with the memory that they hold; backwards of forwards that have run still work."""
         for graph in self.graphs:
+            graph.tuner = None
             graph.variants.release_others(())
         self.target.keep_only(())
-        self.forget_graphs()
 
     def state(self) -> State:
         """Return whether its graphs are settled, still measuring, or fall back, with the details."""

@@ -27,7 +27,7 @@ from apollo_compile.torch_bridge.dynamo_graph import clear_metadata, copy_dynamo
 
 
 class KeptGraph:
-    """A copy of a Dynamo graph, to be compiled once, or never; its sizes are constants."""
+    """A copy of a Dynamo graph, to be compiled later, or never; its sizes are constants."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         """Copy the graph while Dynamo compiles it, without references to its tensors."""
@@ -39,9 +39,10 @@ class KeptGraph:
     def compiling(self, arguments: Sequence[Any]) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
         """Yield the copy, which a compile may change, and fake tensors like `arguments`, which have its shapes.
 
-        Enter it once, within a call of the compiled function: Dynamo's guards ensure that grad mode and autocast are
-        those that the graph was traced under.
+        Enter it within a call of the compiled function: Dynamo's guards ensure that grad mode and autocast are those
+        that the graph was traced under.
         """
+        copied = copy_dynamo_graph(self._copied)
         fake_mode = FakeTensorMode(shape_env=ShapeEnv())
         fakes = [
             fake_mode.from_tensor(item, static_shapes=True) if isinstance(item, torch.Tensor) else item
@@ -54,6 +55,6 @@ class KeptGraph:
                 tracing(TracingContext(fake_mode)),
                 within_guards(fakes, is_late=True),
             ):
-                yield self._copied, fakes
+                yield copied, fakes
         finally:
-            clear_metadata(self._copied)
+            clear_metadata(copied)

@@ -217,6 +217,26 @@ def test_what_fails_is_dropped_and_the_others_are_compared() -> None:
     assert subject.used[-1] == LOOP and subject.winners == [PLAN, LOOP]
 
 
+def test_a_winner_that_fails_beside_a_late_candidate_leaves_all_others() -> None:
+    """Also those that had lost to it."""
+    subject = Subject({LOOP: 10, PLAN: 9, INDUCTOR: 20})
+    subject.offer(LOOP, subject.late(INDUCTOR, cost_s=0.0), PLAN, incumbent=LOOP)
+    while INDUCTOR not in subject.used:
+        subject.step()
+    subject.tuner.drop(PLAN)
+    subject.run(ENOUGH)
+    assert subject.winners[-1] == LOOP and subject.used[-1] == LOOP
+
+
+def test_the_winner_of_an_earlier_process_may_not_compile_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Then the others are compared."""
+    subject = Subject({SERIAL: 20, PLAN: 10})
+    candidates = [subject.late(INDUCTOR, fails=True), Candidate(variant=SERIAL), Candidate(variant=PLAN)]
+    subject.tuner.adopt(earlier(INDUCTOR, PLAN), candidates)
+    subject.run(ENOUGH)
+    assert subject.winners == [PLAN] and "Inductor, the fastest before, is not run: no compiler" in caplog.text
+
+
 def test_too_few_rounds_leave_the_incumbent() -> None:
     """Steps that something else took are no rounds."""
     subject = Subject({LOOP: 20, PLAN: 10})

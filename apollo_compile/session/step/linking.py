@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from apollo_compile.autotune.budget import CompileBudget
+from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.config import Config
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
@@ -157,6 +158,16 @@ class Linker:
         Raises:
             CandidateError: Inductor cannot compile one of them.
         """
+        try:
+            self._add_whole_graphs(program, graph, compose)
+        except CandidateError:
+            raise
+        except Exception as error:  # the other variants are still compared
+            if self._config.debug.strict:
+                raise
+            raise CandidateError(f"{type(error).__name__}: {error}") from error
+
+    def _add_whole_graphs(self, program: StepProgram, graph: LossGraph, compose: Compose) -> None:
         by_role = {each.compilation.capture.role: each for each in graph.model.graphs}
         whole = program.micro.with_whole_graphs(by_role[Role.FORWARD].whole(), by_role[Role.BACKWARD].whole())
         in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))

@@ -138,6 +138,8 @@ class Step:
             if loss is not None:
                 tuner.record(time.perf_counter_ns() - begin)
                 return loss
+            if variant is not Variant.LOOP:
+                tuner.spoil()
         begin = time.perf_counter_ns()
         self._loss.notes.begin_loop(self._num_steps, len(parts))
         loss = self._run_loop(parts, weights)

@@ -12,7 +12,7 @@ from functools import partial
 
 from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.autotune.candidates import Candidate, CandidateError
-from apollo_compile.autotune.comparison import PER_CALL, PER_TURN
+from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.step.program import StepProgram
@@ -118,8 +118,10 @@ class StepTuner:
         """Return the variant of the step that begins, which has this number among all steps."""
         if number != self._number + 1:  # other steps were taken in between
             self._tuner.spoil()
-        self._number, self._was_unready = number, False
-        return self._tuner.current if self._tuner.skip_step() else self._tuner.begin_step()
+        self._number = number
+        variant = self._tuner.current if self._tuner.skip_step() else self._tuner.begin_step()
+        self._was_unready = variant in self._rivals and not self.get_rival(variant).is_ready
+        return variant
 
     def record(self, ns: int) -> None:
         """Record how long the step took, from forward to optimizer, if the selected variant took it."""
@@ -127,6 +129,10 @@ class StepTuner:
             self._tuner.spend(ns)
         else:
             self._tuner.record(ns)
+
+    def spoil(self) -> None:
+        """Discard the times of this step: a loop takes it instead of the selected variant."""
+        self._tuner.spoil()
 
     def hold_back(self, reason: str) -> None:
         """Note that this step is a loop instead, and why; one line says so if that is new."""
@@ -188,9 +194,7 @@ class StepTuner:
         return [own[variant] for variant in _SIMPLEST_FIRST if variant in own]
 
     def _is_ready(self, variant: Variant) -> bool:
-        is_ready = self.get_rival(variant).is_ready
-        self._was_unready = not is_ready
-        return is_ready
+        return self.get_rival(variant).is_ready
 
     def _begin(self, candidates: Sequence[Candidate]) -> None:
         """Run the winner of an earlier process, or compare."""
@@ -211,7 +215,7 @@ class StepTuner:
             self.program.variants.target.keep_only(variants)
 
     def _keep_verdict(self, verdict: Verdict) -> None:
-        if verdict.is_measured:
+        if verdict.standings[0].num_rounds >= MIN_ROUNDS:
             self._warm_start.keep(self.program.variants.compilation, verdict.winner, verdict)
         if verdict.winner is Variant.LOOP:
             self._leave_loop()

@@ -447,6 +447,22 @@ def test_a_capture_that_fails_leads_to_torch_compile(
     assert not list(default.gpu.captures)
 
 
+def test_a_backward_after_the_way_back_is_that_of_its_forward() -> None:
+    """The graph of an earlier forward outlives the model's own graphs."""
+    default = Default(**{"debug.strict": False})
+    loop = Loop(default, branches)
+    for _ in range(4):
+        loop.step()
+    losses = [loop.eager(*loop._inputs).square().mean(), loop.run(*loop._inputs).square().mean()]
+    default.models[0].graphs[0].learner.failure = "RuntimeError: a fault"
+    loop.run(*loop._inputs)
+    assert default.models[0].falls_back and default.models[0].graphs == []
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(loop.eager.parameters(), loop.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-7, atol=1e-9)
+
+
 def test_bodies_that_cannot_be_timed_lead_to_torch_compile(lines: pytest.LogCaptureFixture) -> None:
     """A plan by formulas alone is not worth running."""
 
