@@ -234,7 +234,7 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
 
 BUDGETS = {
     ".": 38_400,
-    "autotune": 1_150,
+    "autotune": 1_200,
     "device": 5_600,
     "distributed": 3_800,
     "ir": 1_850,

@@ -98,7 +98,8 @@ class Tuner(Decision):
         self._remaining: Collection[str] = ()
         self.is_watched = is_watched
         self._watch = StepWatch(clock if rules.is_timed_by_turn else None)
-        self._last_ns = 0
+        self.last_ns = 0
+        """Host time at the beginning of the latest step."""
         _tuners.add(self)
 
     # ---------------------------------------------------------------------------------------------- what is compared
@@ -170,7 +171,7 @@ class Tuner(Decision):
             Exception: whatever compiling a candidate raises, besides CandidateError.
         """
         self.is_timed = False
-        self._last_ns = self.clock()
+        self.last_ns = self.clock()
         if self._comparison is None and not self._watch_step():
             return self.current
         while self._comparison is not None:
@@ -179,7 +180,7 @@ class Tuner(Decision):
             if unready is not None:
                 self.current = unready
                 return self.current
-            if self._rules.is_timed_by_turn and not self._may_compare():
+            if self._rules.is_timed_by_turn and not _may_compare(self):
                 self.spoil()
                 self.current = self._winner
                 return self.current
@@ -231,7 +232,7 @@ class Tuner(Decision):
 
     def _run_step_of(self, comparison: Comparison, chosen: Variant) -> Variant:
         if comparison.is_in_first_step:
-            if not any(self._is_disturbed_by(other) for other in _tuners):
+            if not any(_disturbs(other, self) for other in _tuners):
                 self._trim()
             self._note_remaining()
         if self._turn is not None and comparison.num_timed == 1:
@@ -298,18 +299,20 @@ class Tuner(Decision):
         finally:
             self.spend(self.clock() - begin)
 
-    def _is_disturbed_by(self, other: Tuner) -> bool:
-        """Whether another tuner compares now, and its steps are still taken."""
-        return other is not self and other.is_comparing and other._last_ns + ABANDONED_NS > self._last_ns
 
-    def _may_compare(self) -> bool:
-        """Whether no other tuner that times turns is comparing; then this one does."""
-        global _comparing
-        other = None if _comparing is None else _comparing()
-        if other is not None and self._is_disturbed_by(other):
-            return False
-        _comparing = weakref.ref(self)
-        return True
+def _disturbs(other: Tuner, tuner: Tuner) -> bool:
+    """Return whether another tuner compares now, and its steps are still taken."""
+    return other is not tuner and other.is_comparing and other.last_ns + ABANDONED_NS > tuner.last_ns
+
+
+def _may_compare(tuner: Tuner) -> bool:
+    """Return whether no other tuner that times turns is comparing; then this one does."""
+    global _comparing
+    other = None if _comparing is None else _comparing()
+    if other is not None and _disturbs(other, tuner):
+        return False
+    _comparing = weakref.ref(tuner)
+    return True
 
 
 _tuners: weakref.WeakSet[Tuner] = weakref.WeakSet()
