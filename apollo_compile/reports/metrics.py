@@ -67,7 +67,7 @@ def _is_on_lanes(graph: GraphSummary) -> bool:
 
 
 def _gain(verdicts: Iterable[Verdict], *variants: Variant) -> float | None:
-    """Return the time of these variants over the time of the winners; None unless every comparison had one of them."""
+    """Return the time of these variants over that of the winners; None if a comparison included none of them."""
     times = []
     for verdict in verdicts:
         ratio = next((standing.ratio for standing in verdict.standings if standing.name in variants), None)

@@ -300,7 +300,7 @@ class GraphCompiler:
 
 
 def _first_config(config: Config, target: Target) -> Config:
-    """Return the options for the first plan: without the solver, where bodies are timed soon and planned again."""
+    """Return the options for the first plan: the greedy planner if it is replanned after its bodies are timed."""
     is_soon_replanned = not target.has_spans and config.plan.replan and config.plan.planner == "cp_sat"
     return replace(config, plan=replace(config.plan, planner="greedy")) if is_soon_replanned else config
 

@@ -157,4 +157,4 @@ def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mappi
 @mark_boxed
 def placeholder_run(inputs: list[Any]) -> Sequence[Any]:
     """Placeholder for a graph of a Dynamo graph that falls back; never called, as torch.compile compiles it again."""
-    raise AssertionError("a graph that falls back runs what torch.compile makes of it")
+    raise AssertionError("internal error: the placeholder of a graph that fell back was called")

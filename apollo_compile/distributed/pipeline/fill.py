@@ -145,7 +145,7 @@ def _require_fitting(encoder: Encoder, schedule: Schedule) -> None:
                 f"encoder {encoder.name} needs at least one segment per stage, each of at least 1 ns; got {stages}"
             )
     if wrong := [device for replica in encoder.replicas for device in replica if device < 0]:
-        raise PipelinePlanError(f"encoder {encoder.name} has a replica on device {wrong[0]}; devices count from 0")
+        raise PipelinePlanError(f"encoder {encoder.name} has a replica on device {wrong[0]}; device indices start at 0")
     if not encoder.forward_ns or not encoder.replicas:
         raise PipelinePlanError(f"encoder {encoder.name} needs at least one stage and one replica")
     if not 0 <= encoder.feeds < schedule.num_stages:

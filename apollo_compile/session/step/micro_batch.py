@@ -32,7 +32,7 @@ class Half:
     compilation: Compilation
     contract: Contract
     bodies: Sequence[CompiledBody] = ()
-    """Its code by id of the body; empty where it is only planned."""
+    """Compiled bodies by body id; empty if it is planned but not compiled."""
     observations: Observations = field(default_factory=Observations)
 
     @classmethod

@@ -199,7 +199,7 @@ def _reason(error: BaseException | None) -> str:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage: to destroy a CUDA graph or an event ends a capture."""
+    """Disable garbage collection: destroying a CUDA graph or an event invalidates the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
