@@ -137,7 +137,6 @@ class GpuTarget:
         with self.gpu.launch_lock:
             for memory in (self._memory, self._other_memory):
                 memory.release()
-                memory.out_of_memory = None  # what found none may have been another variant
 
     def _memory_of(self, graph: SegmentGraph) -> ModelMemory:
         return self._memory if graph.role in (Role.FORWARD, Role.BACKWARD) else self._other_memory

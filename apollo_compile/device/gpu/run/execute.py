@@ -93,12 +93,12 @@ class CudaExecutable:
     urgency: Mapping[LaneId, int] = field(default_factory=dict)
     """Priorities of lanes that share units."""
     variant: Variant | None = None
-    """Which variant of the model it is of; a backward reads tensors that the forward of the same variant saved."""
+    """Variant of the model that it belongs to; a backward reads tensors that the forward of the same variant saved."""
     lane_memory_quota: int | None = None
     strict: bool = False
     """Raise errors that would otherwise be logged."""
     only_replays: bool = False
-    """Whether it never launches anything but a CUDA graph, which is captured at the first run."""
+    """Launch nothing but a CUDA graph, which is captured at the first run."""
     num_captures: int = 0
     num_replays: int = 0
     num_launches: int = 0
@@ -290,7 +290,7 @@ class CudaExecutable:
         return captured
 
     def _give_up(self, error: Exception) -> None:
-        """Capture this program no more; without memory, no graph of the model. Warn unless the device is off."""
+        """Capture this program no more; without memory, no graph of the model. The WARNING is the fallback's."""
         self._is_capturable = False
         self.capture_error = f"{type(error).__name__}: {error}"
         if not self.only_replays:
@@ -302,7 +302,7 @@ class CudaExecutable:
             self.shared.release()
             self.gpu.give_back_memory()
         if self.gpu.captures.why_off is None and not self.strict:
-            _logger.warning("%s runs on lanes without a CUDA graph: %s", self.graph.name, self.capture_error)
+            _logger.info("%s runs on lanes without a CUDA graph: %s", self.graph.name, self.capture_error)
 
     def _replay(self, captured: Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_replays += 1

@@ -115,7 +115,7 @@ def test_too_little_memory_for_a_capture_ends_captures_of_the_model_alone(
     run(other, other_weight, 4)
     forward, backward = make_pair(gpu)
     weight = torch.randn(4)
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
         for number in range(6):
             if number == 2:
                 gpu.fail_capture = None
@@ -142,6 +142,7 @@ def test_too_little_memory_for_a_capture_ends_captures_of_the_model_alone(
 
 def test_buffers_that_do_not_fit_are_not_tried(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     """The message says how much is missing."""
+    caplog.set_level(logging.INFO, logger="apollo_compile")
     gpu.free = 20
     executable, weight = two_towers(gpu), torch.randn(4)
     run(executable, weight, 5)
@@ -235,8 +236,9 @@ def test_a_rehearsal_changes_nothing_that_anybody_sees(gpu: FakeGpu) -> None:
     assert not gpu.races
 
 
-def test_what_a_rehearsal_finds_is_a_warning_and_no_capture(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_rehearsal_finds_is_told_and_nothing_is_captured(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     """As a body that waits for the device."""
+    caplog.set_level(logging.INFO, logger="apollo_compile")
     runs = iter(range(100))
 
     def wait(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
