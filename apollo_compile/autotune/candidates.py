@@ -26,7 +26,7 @@ class Candidate:
     cost_ns: int = 0
     """Approximate duration of `prepare`, or of the steps until `is_ready`."""
     is_late: bool = False
-    """Whether it waits for the budget."""
+    """Compile it only once the budget allows its cost."""
     is_urgent: Callable[[Verdict], bool] = lambda verdict: False
     """Whether a late candidate is compiled at once, given the verdict without it."""
     is_ready: Callable[[], bool] = lambda: True

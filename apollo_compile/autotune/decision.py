@@ -31,7 +31,7 @@ class Decision:
         self._is_after_drift = False
         """Whether a drift led to the comparison that is running."""
         self._is_confirmed = False
-        """Whether it had the winner of the one before the drift."""
+        """Whether the winner of the first comparison after a drift was the winner before it."""
 
     @property
     def is_settled(self) -> bool:

@@ -29,7 +29,7 @@ class TunableGraph(Protocol):
 
     @property
     def has_run(self) -> bool:
-        """Whether it was ever called."""
+        """Whether the graph was ever called."""
 
     @property
     def is_settled(self) -> bool:

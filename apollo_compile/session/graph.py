@@ -59,7 +59,7 @@ class CompiledGraph:
     variants: Variants = field(init=False)
     learner: Learner = field(init=False)
     has_run: bool = field(init=False, default=False)
-    """Whether it was ever called."""
+    """Whether the graph was ever called."""
     _usual_elements: int = 0
     """Elements of the sized tensors in its first timed call."""
 

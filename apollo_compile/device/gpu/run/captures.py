@@ -31,7 +31,7 @@ class SeenAddresses:
 
     def __init__(self) -> None:
         self._num_runs: dict[Addresses, int] = {}
-        """By addresses; the latest few, the last one last."""
+        """Number of such runs by addresses, for the latest few addresses, most recent last."""
         self._patience = 1
         """Number of such runs with the same addresses before one of them is captured."""
 

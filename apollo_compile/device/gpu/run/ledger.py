@@ -24,9 +24,9 @@ class LaneLedger:
 
     lane: LaneId
     held_bytes: int
-    """In whole segments of the allocator, for all CUDA graphs of the pool."""
+    """Whole segments of the allocator, for all CUDA graphs of the pool."""
     kept_bytes: int
-    """Of these, outputs that stay there: saved ones of a forward, or gradients."""
+    """Part of `held_bytes` for outputs that stay there: saved ones of a forward, or gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +36,9 @@ class GraphLedger:
     role: Role
     variant: Variant | None
     copied_in_bytes: int
-    """Of the tensors that inputs are copied to, outside of the pool."""
+    """Size of the tensors that inputs are copied to, outside of the pool."""
     copied_out_bytes: int
-    """Of the outputs that a replay copies out, outside of the pool."""
+    """Size of the outputs that a replay copies out, outside of the pool."""
     lanes: tuple[LaneLedger, ...]
 
 
