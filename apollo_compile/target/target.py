@@ -62,7 +62,7 @@ class Contract:
 
     static_inputs: frozenset[int] = frozenset()
     """Inputs that AOTAutograd calls static: parameters; in a backward, everything that the forward saved."""
-    settled_inputs: frozenset[int] = frozenset()
+    stable_inputs: frozenset[int] = frozenset()
     """Inputs that were where they are in the last steps, although nothing promises it; they are read there until one
     moves."""
     written_inputs: frozenset[int] | None = frozenset()

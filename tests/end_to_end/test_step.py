@@ -882,7 +882,7 @@ class Trainer:
 
 
 def test_a_trainer_whose_loss_function_knows_its_step_goes_with_it() -> None:
-    """Also while programs are compared with rivals, which call that function."""
+    """Also while programs are compared with alternatives, which call that function."""
     trainer = Trainer()
     for _ in range(1000):
         trainer.step(chain_batch(0))

@@ -33,7 +33,8 @@ from apollo_compile.ir import (
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.compose import Call, compose_step
 from apollo_compile.pipeline import plan_partition
-from apollo_compile.session.step.micro_batch import Half, Micro, names_of
+from apollo_compile.session.step.input_tracker import SharedInputs
+from apollo_compile.session.step.micro_batch import GraphCode, MicroBatchGraphs, names_of
 from apollo_compile.session.step.segments import (
     Group,
     OneSegment,
@@ -43,14 +44,13 @@ from apollo_compile.session.step.segments import (
     measure_gradients,
     update_parameters,
 )
-from apollo_compile.session.step.sightings import Others
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.private_attributes import TANGENT
 
-_NO_OTHERS = Others()
+_NOTHING_SHARED = SharedInputs()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,23 +60,23 @@ class StepGraph:
     graph: SegmentGraph
     num_micro_batches: int
     bodies: Sequence[CompiledBody]
-    others: Others
+    shared_inputs: SharedInputs
     """Inputs of the forward that are one input of the step for all micro-batches."""
-    settled: frozenset[int]
+    stable: frozenset[int]
     """Places of the inputs that nothing but the last steps says to stay where they are."""
     written: frozenset[int]
     """Places of the inputs that it writes to."""
 
 
 def compose_micro_batches(
-    micro: Micro,
+    micro: MicroBatchGraphs,
     num_micro_batches: int,
     *,
     name: str,
     optimizer: StepInParts | None = None,
     clip_grad_norm: float | None = None,
     model_parameters: Sequence[torch.Tensor] = (),
-    others: Others = _NO_OTHERS,
+    shared_inputs: SharedInputs = _NOTHING_SHARED,
 ) -> StepGraph:
     """Return the graph of a step.
 
@@ -87,9 +87,9 @@ def compose_micro_batches(
         optimizer: steps inside the program, module by module; None leaves gradients only.
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         model_parameters: all of the model, in the order in which the squares of their norms are added up.
-        others: which inputs besides the tensors of the model are the same for all micro-batches.
+        shared_inputs: which inputs besides the tensors of the model are the same for all micro-batches.
     """
-    wiring = _Wiring(micro, num_micro_batches, others)
+    wiring = _Wiring(micro, num_micro_batches, shared_inputs)
     wiring.add_micro_batches()
     wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
     graph = compose_step(
@@ -105,14 +105,14 @@ def compose_micro_batches(
         graph=graph,
         num_micro_batches=num_micro_batches,
         bodies=(*wiring.own_bodies, *wiring.bodies),
-        others=others,
-        settled=frozenset(places[f"input {place}"] for place in others.settled),
+        shared_inputs=shared_inputs,
+        stable=frozenset(places[f"input {place}"] for place in shared_inputs.stable),
         written=frozenset(places[value] for call in wiring.calls for value in call.writes),
     )
 
 
 def plan_step(
-    micro: Micro, step: StepGraph, *, profile: DeviceProfile, config: Config, is_narrow: bool = False
+    micro: MicroBatchGraphs, step: StepGraph, *, profile: DeviceProfile, config: Config, is_narrow: bool = False
 ) -> Compilation:
     """Return the plan of a step; one that `is_narrow` has at most two segments at once.
 
@@ -142,13 +142,13 @@ def step_name(name: str, num_micro_batches: int) -> str:
 class _Wiring:
     """Builds the calls of a step, with names for all values that go from one to the other."""
 
-    def __init__(self, micro: Micro, num_micro_batches: int, others: Others) -> None:
+    def __init__(self, micro: MicroBatchGraphs, num_micro_batches: int, shared_inputs: SharedInputs) -> None:
         self._micro = micro
         self._count = num_micro_batches
-        self._shared = others.shared
+        self._shared = shared_inputs.shared
         forward, backward = micro.forward.graph, micro.backward.graph
         self._groups = group_gradients(backward, list(micro.parameters))
-        ordered = [_ordered(half.compilation) for half in (micro.forward, micro.backward)]
+        ordered = [_ordered(code.compilation) for code in (micro.forward, micro.backward)]
         self.graphs = [forward, backward]
         self.own_bodies: Sequence[CompiledBody] = (*micro.forward.bodies, *micro.backward.bodies)
         """Of the graphs of a micro-batch."""
@@ -271,9 +271,9 @@ class _Wiring:
         )
 
 
-def _call(number: int, half: Half, phase: Phase, label: str, takes: Sequence[str], values: dict[str, str]) -> Call:
+def _call(number: int, code: GraphCode, phase: Phase, label: str, takes: Sequence[str], values: dict[str, str]) -> Call:
     """Return a call of a compiled graph; `values` are names in the step by names in the graph, and get its outputs."""
-    graph = half.graph
+    graph = code.graph
     makes: list[str | None] = []
     for buffer in graph.outputs:
         name = None if buffer is None else graph.buffers[buffer].name
@@ -282,7 +282,7 @@ def _call(number: int, half: Half, phase: Phase, label: str, takes: Sequence[str
         else:
             values[name] = f"{name}{label}"
             makes.append(values[name])
-    written = half.contract.written_inputs or frozenset()
+    written = code.contract.written_inputs or frozenset()
     return Call(
         graph=number,
         phase=phase,
@@ -309,7 +309,7 @@ def _ordered(compilation: Compilation) -> list[SegmentId]:
 # ----------------------------------------------------------------------------------------------------------- bodies
 
 
-def _nodes_of(micro: Micro) -> tuple[Node, ...]:
+def _nodes_of(micro: MicroBatchGraphs) -> tuple[Node, ...]:
     """Return the nodes of both graphs, which tell this step from others that are cut alike."""
     return (*micro.forward.compilation.capture.nodes, *micro.backward.compilation.capture.nodes)
 
@@ -322,7 +322,7 @@ def _name_bodies(graph: SegmentGraph) -> tuple[Body, ...]:
     )
 
 
-def _join_observations(forward: Half, backward: Half) -> Observations:
+def _join_observations(forward: GraphCode, backward: GraphCode) -> Observations:
     """Return what was measured of both graphs, by the ids that bodies have in the step."""
     behind = 1 + max((segment.body for segment in forward.graph.segments), default=-1)
     moved = [replace(entry, body=BodyId(entry.body + behind)) for entry in backward.observations.entries]

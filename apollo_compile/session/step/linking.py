@@ -18,16 +18,16 @@ from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.config import Config
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
+from apollo_compile.session.step.alternatives import Alternative
 from apollo_compile.session.step.graph import (
     StepGraph,
     compose_micro_batches,
     plan_step,
     step_name,
 )
-from apollo_compile.session.step.micro_batch import Micro, find_micro
+from apollo_compile.session.step.micro_batch import MicroBatchGraphs, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
-from apollo_compile.session.step.rivals import Rival
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.target.target import Target
@@ -39,8 +39,8 @@ _logger = logging.getLogger(__name__)
 
 STAYS = "the step stays a loop over micro-batches"
 
-MakeRivals = Callable[[StepProgram], Mapping[Variant, Callable[[], Rival]]]
-"""Returns what makes the rivals of a program, by variant."""
+MakeAlternatives = Callable[[StepProgram], Mapping[Variant, Callable[[], Alternative]]]
+"""Returns what makes the alternatives to a program, by variant."""
 
 Compose = Callable[..., StepGraph]
 """`compose_micro_batches` for the steps of a program; takes what runs a micro-batch."""
@@ -76,10 +76,10 @@ class Linker:
         self._target: Target | None = None
         """That of the first program, whose memory all others use."""
 
-    def link(self, graph: LossGraph, num_micro_batches: int, make_rivals: MakeRivals) -> StepTuner | str:
-        """Link what was compiled, to be compared with rivals; where that cannot be, log why and return the reason."""
+    def link(self, graph: LossGraph, num_micro_batches: int, make_alternatives: MakeAlternatives) -> StepTuner | str:
+        """Link what was compiled and offer its alternatives; where that cannot be, log and return the reason."""
         try:
-            return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_rivals)
+            return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_alternatives)
         except UnsupportedGraphError as error:
             reason = str(error)
             _logger.info("%s: %s", STAYS, reason)
@@ -91,7 +91,7 @@ class Linker:
         graph.model.tuner.is_paused = False  # its graphs are compared by themselves
         return reason
 
-    def _micro_of(self, graph: LossGraph) -> Micro:
+    def _micro_of(self, graph: LossGraph) -> MicroBatchGraphs:
         """Return forward and backward of one micro-batch, which programs for other numbers of them share."""
         if graph.micro is not None:
             return graph.micro
@@ -111,15 +111,15 @@ class Linker:
         return graph.micro
 
     def _link_program(
-        self, graph: LossGraph, micro: Micro, num_micro_batches: int, make_rivals: MakeRivals
+        self, graph: LossGraph, micro: MicroBatchGraphs, num_micro_batches: int, make_alternatives: MakeAlternatives
     ) -> StepTuner:
         name, target = step_name(graph.model.name, num_micro_batches), graph.model.target
         self._target = self._target or target
         target.share_memory(self._target)
-        is_shared = graph.sightings.is_in(micro.parameters.values()) or _share_memory(micro)
+        is_shared = graph.input_tracker.is_in(micro.parameters.values()) or _share_memory(micro)
         optimizer = self._optimizer_inside(name, micro, is_shared=is_shared, is_replayed=target.captures)
         parameters = dict(self._model.named_parameters())
-        others = graph.sightings.others(besides=micro.state)
+        shared_inputs = graph.input_tracker.shared_inputs(besides=micro.state)
         compose = partial(
             compose_micro_batches,
             num_micro_batches=num_micro_batches,
@@ -127,7 +127,7 @@ class Linker:
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=list(parameters.values()),
-            others=others,
+            shared_inputs=shared_inputs,
         )
         step = compose(micro)
         program = link_step(
@@ -147,7 +147,7 @@ class Linker:
             graph.model.warm_start,
             budget=self._budget,
             is_compared=is_compared,
-            rivals={} if target.captures else make_rivals(program),
+            alternatives={} if target.captures else make_alternatives(program),
             prepare_whole=partial(self._add_whole, program, graph, compose) if graph.may_compile_whole else None,
             leave_loop=partial(setattr, graph.model.tuner, "is_paused", False),
         )
@@ -187,7 +187,9 @@ class Linker:
         if narrow.plan.uses_lanes:
             variants.add_plan(Variant.NARROW, narrow)
 
-    def _optimizer_inside(self, name: str, micro: Micro, *, is_shared: bool, is_replayed: bool) -> StepInParts | None:
+    def _optimizer_inside(
+        self, name: str, micro: MicroBatchGraphs, *, is_shared: bool, is_replayed: bool
+    ) -> StepInParts | None:
         """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
         if self._optimizer is None:
             return None
@@ -204,7 +206,7 @@ class Linker:
         return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)
 
 
-def _share_memory(micro: Micro) -> bool:
+def _share_memory(micro: MicroBatchGraphs) -> bool:
     """Return whether a parameter shares memory with other state of the model."""
     written = [place for place, at in enumerate(micro.state) if at in micro.parameters]
     return WrittenMemory(written).is_shared(list(micro.state.values()))

@@ -1,7 +1,7 @@
 """Forward and backward of one micro-batch, and where their inputs come from.
 
-    find_micro(model, inputs, ...) -> Micro         from what was compiled for the loss of a micro-batch
-    join_halves(forward, backward, ...) -> Micro    from two graphs, compiled or only planned
+    find_micro(model, inputs, ...) -> MicroBatchGraphs       from what was compiled for the loss of a micro-batch
+    join_graphs(forward, backward, ...) -> MicroBatchGraphs    from two graphs, compiled or only planned
 
 AOTAutograd names values alike in a forward and its backward: what a forward returns under the name that an input of the
 backward has is that input. Inputs of the forward are those of the Dynamo graph, in order; outputs of the backward are
@@ -26,7 +26,7 @@ from apollo_compile.torch_bridge.private_attributes import TANGENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Half:
+class GraphCode:
     """The forward or the backward of one micro-batch."""
 
     compilation: Compilation
@@ -36,7 +36,7 @@ class Half:
     observations: Observations = field(default_factory=Observations)
 
     @classmethod
-    def of(cls, graph: CompiledGraph) -> Half:
+    def of(cls, graph: CompiledGraph) -> GraphCode:
         """Return a compiled graph with what was measured of it."""
         measured = graph.learner.observations
         return cls(
@@ -51,7 +51,7 @@ class Half:
         """Return its segments."""
         return self.compilation.partition.graph
 
-    def as_single_segment(self, whole: Run) -> Half:
+    def as_single_segment(self, whole: Run) -> GraphCode:
         """Return it as one segment, which Inductor's code of the whole graph runs."""
         graph, places = join_segments(self.graph)
 
@@ -70,11 +70,11 @@ class Half:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Micro:
+class MicroBatchGraphs:
     """Forward and backward of one micro-batch, and where the inputs of the forward come from."""
 
-    forward: Half
-    backward: Half
+    forward: GraphCode
+    backward: GraphCode
     state: Mapping[int, torch.Tensor]
     """Inputs of the forward that all micro-batches share, by place: parameters and buffers."""
     num_inputs: int
@@ -96,7 +96,7 @@ class Micro:
         """Where its tensors are."""
         return next(tensor.device for tensor in self.state.values())
 
-    def with_whole_graphs(self, forward: Run, backward: Run) -> Micro:
+    def with_whole_graphs(self, forward: Run, backward: Run) -> MicroBatchGraphs:
         """Return it with Inductor's code of both graphs, each as one segment."""
         return replace(
             self,
@@ -107,7 +107,7 @@ class Micro:
 
 def find_micro(
     model: CompiledModel, inputs: Sequence[object], owned: Collection[int], loss_dtype: torch.dtype
-) -> Micro:
+) -> MicroBatchGraphs:
     """Return the graphs of a micro-batch that was trained on.
 
     Arguments:
@@ -133,17 +133,17 @@ def find_micro(
         raise UnsupportedGraphError(f"{model.name} has {unsafe}, which no CUDA graph may hold")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
-    return join_halves(model.name, Half.of(forward), Half.of(backward), inputs, owned, loss_dtype)
+    return join_graphs(model.name, GraphCode.of(forward), GraphCode.of(backward), inputs, owned, loss_dtype)
 
 
-def join_halves(
+def join_graphs(
     name: str,
-    forward: Half,
-    backward: Half,
+    forward: GraphCode,
+    backward: GraphCode,
     inputs: Sequence[object],
     owned: Collection[int],
     loss_dtype: torch.dtype = torch.float32,
-) -> Micro:
+) -> MicroBatchGraphs:
     """Return forward and backward as the graphs of one micro-batch; arguments are as for `find_micro`.
 
     Raises:
@@ -177,7 +177,7 @@ def join_halves(
     if None in (forward.contract.written_inputs, backward.contract.written_inputs):
         raise UnsupportedGraphError(f"{name} writes to other tensors than its inputs")
     (loss,) = forward.contract.user_outputs
-    return Micro(
+    return MicroBatchGraphs(
         forward=forward, backward=backward, state=state, num_inputs=len(tensors), loss=loss, loss_dtype=loss_dtype
     )
 

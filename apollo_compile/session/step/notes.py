@@ -18,8 +18,8 @@ import torch
 
 from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.step.micro_batch import Micro
-from apollo_compile.session.step.sightings import FEWEST_STEPS, Sightings
+from apollo_compile.session.step.input_tracker import FEWEST_STEPS, InputTracker
+from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.step.tuning import StepTuner
 
 
@@ -42,11 +42,11 @@ class LossGraph:
     loss_dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where its loss is."""
-    sightings: Sightings = field(default_factory=Sightings)
+    input_tracker: InputTracker = field(default_factory=InputTracker)
     """What it was given in steps that were loops until programs were linked."""
     is_decided: bool = False
     """Whether it is known whether it can be linked."""
-    micro: Micro | None = None
+    micro: MicroBatchGraphs | None = None
     """Forward and backward, if they can be linked."""
     refusal: str = ""
     """Why they cannot be linked."""
@@ -67,7 +67,7 @@ class LossGraph:
     @property
     def is_ready(self) -> bool:
         """Whether it can be linked: its plans are final, and it is known which inputs stay where they are."""
-        is_known = not self.model.target.captures or self.sightings.num_steps >= FEWEST_STEPS
+        is_known = not self.model.target.captures or self.input_tracker.num_steps >= FEWEST_STEPS
         return is_known and self.model.state().stage is not Stage.MEASURING
 
     @property
@@ -98,7 +98,7 @@ class Noted:
 
 
 class Notes:
-    """Which graph ran last, and what programs are to take."""
+    """Records the inputs of a graph instead of running it."""
 
     def __init__(self, owned: Callable[[], Collection[int]]) -> None:
         """Take the ids of the model's parameters and buffers from `owned`."""
@@ -130,7 +130,7 @@ class Notes:
             outputs = graph.compiled(*inputs)
             if self._num_parts not in graph.outcomes:
                 owned = self._owned()
-                graph.sightings.note(self._step, _tensors_besides(inputs, owned))
+                graph.input_tracker.note(self._step, _tensors_besides(inputs, owned))
                 if not graph.is_decided:
                     graph.inputs = _without_batch(inputs, owned)
                     graph.loss_dtype, graph.device = outputs[0].dtype, outputs[0].device

@@ -17,7 +17,7 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role
 from apollo_compile.session.dry_run import DryRun, trace
 from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
-from apollo_compile.session.step.micro_batch import Half, join_halves
+from apollo_compile.session.step.micro_batch import GraphCode, join_graphs
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
@@ -94,11 +94,11 @@ def _plan(
             f"{name} is no forward with a backward{': ' if reasons else ''}{'; '.join(reasons)}"
         )
     forward, backward = (
-        Half(compilation=by_role[role], contract=dry_run.contracts[by_role[role].capture.name])
+        GraphCode(compilation=by_role[role], contract=dry_run.contracts[by_role[role].capture.name])
         for role in (Role.FORWARD, Role.BACKWARD)
     )
     inputs = dry_run.inputs[name]
-    micro = join_halves(name, forward, backward, inputs, {id(each) for each in inputs if dry_run.owns(each)})
+    micro = join_graphs(name, forward, backward, inputs, {id(each) for each in inputs if dry_run.owns(each)})
     steps_inside = optimizer is not None and StepInParts.problem_of(optimizer) is None
     step = compose_micro_batches(
         micro,

@@ -13,7 +13,7 @@ import torch
 from apollo_compile.config import Config
 from apollo_compile.ir import Variant
 from apollo_compile.session.step.graph import StepGraph, plan_step
-from apollo_compile.session.step.micro_batch import Micro
+from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.variants import Variants
 from apollo_compile.target.target import Code, Contract, Target
 from apollo_compile.torch_bridge.optimizers import StepInParts
@@ -30,7 +30,7 @@ class StepProgram:
 
     variants: Variants
     """What it can run: its plan, and its segments in turn."""
-    micro: Micro
+    micro: MicroBatchGraphs
     num_micro_batches: int
     shared: Sequence[int]
     """Inputs of the forward besides the state of the model that all micro-batches share, by place."""
@@ -170,7 +170,7 @@ class StepProgram:
             runnable.release()
 
 
-def load_step(micro: Micro, step: StepGraph, *, target: Target, config: Config) -> Variants:
+def load_step(micro: MicroBatchGraphs, step: StepGraph, *, target: Target, config: Config) -> Variants:
     """Return a step, planned and loaded.
 
     Raises:
@@ -179,7 +179,7 @@ def load_step(micro: Micro, step: StepGraph, *, target: Target, config: Config) 
     compilation = plan_step(micro, step, profile=target.profile, config=config)
     contract = Contract(
         static_inputs=frozenset(range(len(micro.state))),
-        settled_inputs=step.settled,
+        stable_inputs=step.stable,
         written_inputs=step.written,
         user_outputs=frozenset(range(step.num_micro_batches)),  # losses; gradients end with the step
         unsafe=micro.forward.contract.unsafe or micro.backward.contract.unsafe,
@@ -229,7 +229,7 @@ def own_gradients(
 
 
 def link_step(
-    micro: Micro,
+    micro: MicroBatchGraphs,
     step: StepGraph,
     *,
     optimizer: StepInParts | None,
@@ -258,7 +258,7 @@ def link_step(
         variants=load_step(micro, step, target=target, config=config),
         micro=micro,
         num_micro_batches=step.num_micro_batches,
-        shared=sorted(step.others.shared),
+        shared=sorted(step.shared_inputs.shared),
         optimizer=optimizer,
         is_clipped=clip_grad_norm is not None,
         written=WrittenMemory(stepped),

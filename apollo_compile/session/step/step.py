@@ -1,9 +1,9 @@
 """One training step per call: `Step`.
 
 The first steps are the plain loop, over the loss function as `torch.compile(backend="apollo")` compiles it. When its
-plans are final, what was compiled is linked into one program (`linking.py`), and in the steps that follow the program,
-the loop and steps that are not made of it (`rivals.py`) take turns until the fastest is known (`tuning.py`). A step
-that cannot be linked stays the loop, and one line says why.
+plans are final, what was compiled is linked into one program (`linking.py`). In the steps that follow, the program, the
+loop and steps that are not made of the program (`alternatives.py`) take turns until the fastest is known (`tuning.py`).
+A step that cannot be linked stays the loop, and one line says why.
 
 A program takes its inputs from Dynamo, whose guards hold: Note [guards] in `notes.py`.
 
@@ -30,11 +30,18 @@ from apollo_compile.config import load_config
 from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
+from apollo_compile.session.step.alternatives import (
+    ALTERNATIVES,
+    Alternative,
+    add_gradients,
+    is_autocast_on,
+    make_alternatives,
+    weighted_sum,
+)
 from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction, loss_in
 from apollo_compile.session.step.notes import LossGraph, Noted
 from apollo_compile.session.step.program import StepProgram, leave_gradients
-from apollo_compile.session.step.rivals import RIVALS, Rival, add_gradients, is_autocast_on, make_rivals, weighted_sum
 from apollo_compile.session.step.split import Split, Weigh
 from apollo_compile.session.step.tuning import StepTuner
 
@@ -150,7 +157,7 @@ class Step:
             tuner.record(time.perf_counter_ns() - begin)
         self._loss.note_graph(key, graph)
         if len(parts) not in graph.outcomes and graph.is_ready:
-            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_rivals)
+            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_alternatives)
         return loss
 
     def _run(
@@ -167,12 +174,12 @@ class Step:
         if variant is Variant.EAGER and is_autocast_on(program.micro.device):
             return None  # autocast would keep copies of weights from step to step
         if variant is Variant.EAGER:  # which needs no guards
-            return self._run_rival(variant, tuner, parts, weights)
+            return self._run_alternative(variant, tuner, parts, weights)
         noted = self._note_inputs(parts, tuner, graph)
         if noted is None:
             return None
-        if variant in RIVALS:  # guards of a traced step know nothing of parameters that get gradients only now
-            return self._run_rival(variant, tuner, parts, weights)
+        if variant in ALTERNATIVES:  # guards of a traced step know nothing of parameters that get gradients only now
+            return self._run_alternative(variant, tuner, parts, weights)
         try:
             program.variants.use(variant)
             losses, gradients = program.run([each.inputs for each in noted], weights)
@@ -202,7 +209,7 @@ class Step:
             graph.unlink()
             return None
         if differing := tuner.program.find_differing(given):
-            graph.sightings.separate(differing)
+            graph.input_tracker.separate(differing)
             graph.drop_programs()
             return None
         if (reason := tuner.program.reason_against(given)) is not None:
@@ -210,25 +217,25 @@ class Step:
             return None
         return noted
 
-    def _run_rival(
+    def _run_alternative(
         self, variant: Variant, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]
     ) -> torch.Tensor | None:
-        """Take the step as a rival of the program does; None where that cannot be compiled."""
-        rival = tuner.get_rival(variant)
+        """Take the step with an alternative to the program; None where that cannot be compiled."""
+        alternative = tuner.get_alternative(variant)
         try:
-            loss = rival.take(parts, weights)
+            loss = alternative.take(parts, weights)
         except CandidateError as error:
-            tuner.drop_rival(variant, error)
+            tuner.drop_alternative(variant, error)
             return None
         tuner.held_back = None
         if loss is not None:
             self._finish()
         return loss
 
-    def _make_rivals(self, program: StepProgram) -> Mapping[Variant, Callable[[], Rival]]:
-        """Return what makes the rivals of a program; none of it refers to this step, which goes when users drop it."""
+    def _make_alternatives(self, program: StepProgram) -> Mapping[Variant, Callable[[], Alternative]]:
+        """Return functions that make the alternatives to a program; none keeps this step alive when users drop it."""
         loss_of, compiled = partial(_loss_of, self._loss_fn, self._model), partial(_compute_loss, self._loss.call)
-        return make_rivals(program, loss_of, compiled, self.config)
+        return make_alternatives(program, loss_of, compiled, self.config)
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
         try:

@@ -15,8 +15,8 @@ from apollo_compile.autotune.candidates import Candidate, CandidateError
 from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
+from apollo_compile.session.step.alternatives import Alternative, compile_ns
 from apollo_compile.session.step.program import StepProgram
-from apollo_compile.session.step.rivals import Rival, compile_ns
 from apollo_compile.session.warm_start import WarmStart
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class StepTuner:
         warm_start: recalls and keeps verdicts.
         budget: training time that compiles of late candidates may take.
         is_compared: whether variants are compared; if not, the program runs.
-        rivals: make what else takes such steps, by variant.
+        alternatives: make what else takes such steps, by variant.
         prepare_whole: adds the variant `INDUCTOR`, Inductor's whole graphs in turn; None if that cannot be compiled.
         leave_loop: called where the loop is the fastest, so that its graphs are compared by themselves.
     """
@@ -52,7 +52,7 @@ class StepTuner:
         *,
         budget: CompileBudget,
         is_compared: bool,
-        rivals: Mapping[Variant, Callable[[], Rival]],
+        alternatives: Mapping[Variant, Callable[[], Alternative]],
         prepare_whole: Callable[[], None] | None,
         leave_loop: Callable[[], None],
     ) -> None:
@@ -61,14 +61,14 @@ class StepTuner:
         """Why the latest step was a loop instead of the selected variant."""
         self._warm_start = warm_start
         self._is_compared = is_compared
-        self._rivals = dict(rivals) if is_compared else {}
-        self._made: dict[Variant, Rival] = {}
-        """Rivals that have begun to compete."""
+        self._alternatives = dict(alternatives) if is_compared else {}
+        self._made: dict[Variant, Alternative] = {}
+        """Alternatives that have begun to compete."""
         self._leave_loop = leave_loop
         self._number = 0
         """Number of the latest step among all steps."""
         self._was_unready = False
-        """Whether a rival compiles in the latest step."""
+        """Whether an alternative compiles in the latest step."""
         target = program.variants.target
         self._tuner = Tuner(
             program.name,
@@ -104,14 +104,14 @@ class StepTuner:
         return self._tuner.current
 
     @property
-    def rivals(self) -> Sequence[Rival]:
-        """Rivals that may take steps, from their first step on until they have lost."""
+    def alternatives(self) -> Sequence[Alternative]:
+        """Alternatives that may take steps, from their first step on until they have lost."""
         return list(self._made.values())
 
-    def get_rival(self, variant: Variant) -> Rival:
-        """Return the rival of this name; it is made first, if need be."""
+    def get_alternative(self, variant: Variant) -> Alternative:
+        """Return the alternative of this name; it is made first, if need be."""
         if variant not in self._made:
-            self._made[variant] = self._rivals[variant]()
+            self._made[variant] = self._alternatives[variant]()
         return self._made[variant]
 
     def begin_step(self, number: int) -> Variant:
@@ -120,7 +120,7 @@ class StepTuner:
             self._tuner.spoil()
         self._number = number
         variant = self._tuner.current if self._tuner.skip_step() else self._tuner.begin_step()
-        self._was_unready = variant in self._rivals and not self.get_rival(variant).is_ready
+        self._was_unready = variant in self._alternatives and not self.get_alternative(variant).is_ready
         return variant
 
     def record(self, ns: int) -> None:
@@ -150,8 +150,8 @@ class StepTuner:
         else:
             self._tuner.leave(Variant.LOOP)
 
-    def drop_rival(self, variant: Variant, error: CandidateError) -> None:
-        """Compare the others only: this rival cannot be compiled, or computes something else."""
+    def drop_alternative(self, variant: Variant, error: CandidateError) -> None:
+        """Compare the others only: this alternative cannot be compiled, or computes something else."""
         _logger.info("%s: no %s to compare with: %s", self.program.name, variant, error)
         self._made.pop(variant, None)
         self._tuner.drop(variant)
@@ -180,7 +180,7 @@ class StepTuner:
     def _candidates(self, prepare_whole: Callable[[], None] | None) -> list[Candidate]:
         program = self.program
         own = {each: Candidate(variant=each) for each in (Variant.LOOP, *program.variants.available)}
-        for variant in self._rivals:
+        for variant in self._alternatives:
             own[variant] = Candidate(
                 variant=variant,
                 is_late=variant is Variant.TRACED,
@@ -194,7 +194,7 @@ class StepTuner:
         return [own[variant] for variant in _SIMPLEST_FIRST if variant in own]
 
     def _is_ready(self, variant: Variant) -> bool:
-        return self.get_rival(variant).is_ready
+        return self.get_alternative(variant).is_ready
 
     def _begin(self, candidates: Sequence[Candidate]) -> None:
         """Run the winner of an earlier process, or compare."""
@@ -210,7 +210,7 @@ class StepTuner:
         """Release what others hold: CUDA graphs, which are captured again if they run, and a traced step for good."""
         if Variant.TRACED in self._made and Variant.TRACED not in variants:
             self._tuner.forget(Variant.TRACED)
-        self._made = {variant: rival for variant, rival in self._made.items() if variant in variants}
+        self._made = {variant: alternative for variant, alternative in self._made.items() if variant in variants}
         if not self._tuner.is_comparing:
             self.program.variants.target.keep_only(variants)
 

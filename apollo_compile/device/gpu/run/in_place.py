@@ -24,20 +24,20 @@ class InPlace:
         self._role = role
         self._variant = variant
         self._shared = shared
-        self._settled = contract.settled_inputs
-        """Settled inputs that have not moved yet."""
+        self._stable = contract.stable_inputs
+        """Stable inputs that have not moved yet."""
 
     def drop_moved(self, inputs: Sequence[torch.Tensor], known: Mapping[int, int]) -> bool:
-        """Copy in from now on the settled inputs that have moved, and return whether there are any.
+        """Copy in from now on the stable inputs that have moved, and return whether there are any.
 
         Arguments:
             inputs: of a run.
             known: addresses of the last capture, by position.
         """
         moved = {
-            index for index in self._settled if known.get(index, inputs[index].data_ptr()) != inputs[index].data_ptr()
+            index for index in self._stable if known.get(index, inputs[index].data_ptr()) != inputs[index].data_ptr()
         }
-        self._settled -= moved
+        self._stable -= moved
         return bool(moved)
 
     def find(self, inputs: Sequence[torch.Tensor]) -> frozenset[int] | None:
@@ -57,7 +57,7 @@ class InPlace:
                 return None
             stable = forward.saved | forward.in_place_storages
             in_place = frozenset(index for index in in_place if storage_address(inputs[index]) in stable)
-        return in_place | self._settled | (self._contract.written_inputs or frozenset())
+        return in_place | self._stable | (self._contract.written_inputs or frozenset())
 
     def forward_of(self, inputs: Sequence[torch.Tensor]) -> Captured | None:
         """Return the captured forward that was replayed last, if it saved these inputs of a backward."""

@@ -1,6 +1,6 @@
 """What takes a step instead of its program, without being made of it.
 
-Rival               what `StepTuner` compares the program with
+Alternative         what `StepTuner` compares the program with
 EagerLoop           the loop over micro-batches without a compiler
 TracedStep          forward and backward of all micro-batches, as Dynamo traces and Inductor compiles them
 """
@@ -22,14 +22,14 @@ from apollo_compile.operators.entry import WorkKind
 from apollo_compile.operators.table import find_operator
 from apollo_compile.progress import Progress
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
-from apollo_compile.session.step.micro_batch import Micro
+from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
 
 _logger = logging.getLogger(__name__)
 
-RIVALS = (Variant.EAGER, Variant.TRACED)
+ALTERNATIVES = (Variant.EAGER, Variant.TRACED)
 """Variants of a step that are not made of its program."""
 
 _DRAWING = (WorkKind.RANDOM, WorkKind.ATTENTION)
@@ -44,7 +44,7 @@ _NEGLIGIBLE = 1e-5
 _TINY = 1e-30
 
 
-class Rival(Protocol):
+class Alternative(Protocol):
     """Takes steps instead of a program."""
 
     @property
@@ -70,7 +70,7 @@ class EagerLoop:
         self._loss_of = loss_of
 
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
-        """Take a step; see `Rival`."""
+        """Take a step; see `Alternative`."""
         return weighted_sum(add_gradients(self._loss_of, parts, weights), weights)
 
 
@@ -103,7 +103,7 @@ class TracedStep:
         self._run = compile_traced_step(loss_of, program.parameters, settings)
 
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
-        """Take a step; see `Rival`."""
+        """Take a step; see `Alternative`."""
         made = self._call(parts, weights) if self.is_ready else self._prove(parts, weights)
         if made is None:
             return None
@@ -149,7 +149,7 @@ class TracedStep:
 class _Snapshot:
     """Buffers and random state before a step, to take it a second time."""
 
-    def __init__(self, micro: Micro) -> None:
+    def __init__(self, micro: MicroBatchGraphs) -> None:
         written = micro.forward.contract.written_inputs or ()
         self._buffers = [(micro.state[place], micro.state[place].clone()) for place in written]
         self._generator = torch.get_rng_state()
@@ -182,19 +182,19 @@ def weighted_sum(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> to
     return total
 
 
-def keeps_order(micro: Micro) -> bool:
+def keeps_order(micro: MicroBatchGraphs) -> bool:
     """Return whether a micro-batch draws random numbers, which eager would not draw alike, or has effects.
 
     Assertions do not count: one that fails ends the step, whichever of them it is.
     """
-    nodes = (node for half in (micro.forward, micro.backward) for node in half.compilation.capture.nodes)
+    nodes = (node for code in (micro.forward, micro.backward) for node in code.compilation.capture.nodes)
     return any(node.keeps_order and find_operator(node.target).reads_only != "asserts" for node in nodes)
 
 
 def compile_ns(program: StepProgram) -> int:
     """Return approximately how long Inductor compiles forward and backward of all micro-batches as one graph."""
-    halves = (program.micro.forward, program.micro.backward)
-    num_nodes = sum(len(half.compilation.capture.nodes) for half in halves)
+    codes = (program.micro.forward, program.micro.backward)
+    num_nodes = sum(len(code.compilation.capture.nodes) for code in codes)
     return program.num_micro_batches * COMPILE_NS_PER_OPERATOR * num_nodes
 
 
@@ -203,8 +203,8 @@ def reason_against_traced(program: StepProgram) -> str | None:
 
     It has to be possible to take the same step twice.
     """
-    halves = (program.micro.forward, program.micro.backward)
-    kept = (node.target for half in halves for node in half.compilation.capture.nodes if node.keeps_order)
+    codes = (program.micro.forward, program.micro.backward)
+    kept = (node.target for code in codes for node in code.compilation.capture.nodes if node.keeps_order)
     operators = ((target, find_operator(target)) for target in kept)
     for target, operator in operators:
         if operator.kind not in _DRAWING and operator.reads_only != "asserts":
@@ -262,13 +262,13 @@ def _norm_of(gradient: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(elements, dtype=torch.float64))
 
 
-def make_rivals(
+def make_alternatives(
     program: StepProgram,
     loss_of: Callable[[Any], torch.Tensor],
     compiled: Callable[[Any], torch.Tensor],
     config: Config,
-) -> Mapping[Variant, Callable[[], Rival]]:
-    """Return functions that make the rivals of a program, by variant.
+) -> Mapping[Variant, Callable[[], Alternative]]:
+    """Return functions that make the alternatives to a program, by variant.
 
     Arguments:
         program: of the same step.
@@ -279,15 +279,15 @@ def make_rivals(
     inductor = inductor_settings(config.mode, config.inductor)
     if config.runtime.bodies == "eager":  # which draw the random numbers of eager
         inductor["fallback_random"] = True
-    rivals: dict[Variant, Callable[[], Rival]] = {}
+    alternatives: dict[Variant, Callable[[], Alternative]] = {}
     if not (keeps_order(program.micro) or is_autocast_on(program.micro.device)):
-        rivals[Variant.EAGER] = partial(EagerLoop, loss_of)
+        alternatives[Variant.EAGER] = partial(EagerLoop, loss_of)
     reason = reason_against_traced(program)
     if reason is None:
-        rivals[Variant.TRACED] = partial(TracedStep, program, loss_of, compiled, inductor, compile_ns(program))
+        alternatives[Variant.TRACED] = partial(TracedStep, program, loss_of, compiled, inductor, compile_ns(program))
     else:
         _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
-    return rivals
+    return alternatives
 
 
 def is_autocast_on(device: torch.device) -> bool:

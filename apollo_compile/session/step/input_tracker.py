@@ -1,8 +1,8 @@
 """Which inputs of a loss graph, besides the model's own tensors, are the same for all micro-batches and in all steps.
 
-    Sightings.note(step, tensors)       what one call was given
-    Sightings.others(besides) -> Others places that are shared by all micro-batches, and those that stay where they are
-    Sightings.is_in(tensors)            whether inputs are in memory of the model's own
+    InputTracker.note(step, tensors)       what one call was given
+    InputTracker.shared_inputs(besides)    places with the same input for all micro-batches, and in all steps
+    InputTracker.is_in(tensors)            whether inputs are in memory of the model's own
 
 A teacher's weights or the weights of classes are such inputs: nothing says that they are not part of the batch, but for
 the memory that they are in. Memory is known by its storage and address, since every split makes new tensors, and a new
@@ -24,17 +24,17 @@ FEWEST_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class SharedInputs:
     """Inputs of the forward besides the tensors of the model, by place."""
 
     shared: frozenset[int] = frozenset()
     """The same for all micro-batches of a step."""
-    settled: frozenset[int] = frozenset()
+    stable: frozenset[int] = frozenset()
     """Those of them that were the same in the last steps."""
 
 
 @dataclass(slots=True)
-class _Sighting:
+class _Seen:
     storages: frozenset[StorageWeakRef]
     """Empty for a tensor without storage, which is like no other."""
     address: int
@@ -44,11 +44,11 @@ class _Sighting:
     """The step in which it was seen last."""
 
 
-class Sightings:
+class InputTracker:
     """What was given for the inputs of a graph, by place."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Sighting] = {}
+        self._seen: dict[int, _Seen] = {}
         self._num_steps = self._latest_step = 0
         self._differing: set[int] = set()
         """Places where micro-batches of one step were given different tensors."""
@@ -71,7 +71,7 @@ class Sightings:
                 continue
             if before is not None and before.latest == step:
                 self._differing.add(place)
-            self._seen[place] = _Sighting(storages, address, step, step)
+            self._seen[place] = _Seen(storages, address, step, step)
 
     def is_in(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether any input was in memory of these tensors when it was seen last."""
@@ -82,9 +82,9 @@ class Sightings:
         """Let inputs be given for each micro-batch, from now on."""
         self._differing.update(places)
 
-    def others(self, besides: Collection[int] = ()) -> Others:
+    def shared_inputs(self, besides: Collection[int] = ()) -> SharedInputs:
         """Return which inputs are alike, without those at some places."""
         apart = self._differing.union(besides)
         shared = {place: seen for place, seen in self._seen.items() if place not in apart}
-        settled = (place for place, seen in shared.items() if seen.latest - seen.since >= FEWEST_STEPS - 1)
-        return Others(shared=frozenset(shared), settled=frozenset(settled))
+        stable = (place for place, seen in shared.items() if seen.latest - seen.since >= FEWEST_STEPS - 1)
+        return SharedInputs(shared=frozenset(shared), stable=frozenset(stable))
