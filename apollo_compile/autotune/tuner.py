@@ -128,7 +128,12 @@ class Tuner(Decision):
             try:
                 self._candidates.prepare(verdict.winner)
             except CandidateError as error:
-                _logger.warning("%s: %s, the fastest before, is not run: %s", self._name, verdict.winner, error)
+                _logger.warning(
+                    "%s: comparing again without %s, the fastest of an earlier run: %s",
+                    self._name,
+                    verdict.winner,
+                    error,
+                )
                 left = self._candidates.compiled()
                 self._winner = left[-1]
                 self._compare(left)

@@ -60,7 +60,7 @@ class Verdict:
     def __post_init__(self) -> None:
         """Raise ValueError without standings or with an unknown winner, as a damaged file may hold."""
         if not self.standings:
-            raise ValueError("a verdict needs standings, the winner first")
+            raise ValueError("a verdict has no standings; expected at least one, the winner first")
         Variant(self.standings[0].name)
 
     @property

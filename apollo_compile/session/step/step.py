@@ -262,7 +262,9 @@ class Step:
         for target in held:
             target.keep_only(())
         if held:
-            _logger.warning("a loop over micro-batches has no memory: CUDA graphs of whole steps are released for it")
+            _logger.warning(
+                "the loop over micro-batches is out of memory; releasing CUDA graphs of whole steps and trying again"
+            )
         return bool(held)
 
     def _finish(self) -> None:
