@@ -33,6 +33,7 @@ from apollo_compile.session.planning import role_of
 from apollo_compile.torch_bridge.bodies import extract_body
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.layouts import report_output_strides
+from benchmarks.workloads.gpu import build_gpu_workload
 from tests.end_to_end.models import Tower, TwoTowers
 
 aten = torch.ops.aten
@@ -857,6 +858,20 @@ def test_weight_gradients_apart_are_waited_for_by_nothing() -> None:
             )
     longest = longest_path_of_segments(partition, made, flops_of_products)
     assert longest < longest_path_of_segments(partition_graph(made, config=LAYER), made, flops_of_products)
+
+
+@pytest.mark.parametrize("granularity", ("layer", "module"))
+@pytest.mark.parametrize("name", ("flava", "imagebind"))
+def test_a_first_layer_and_its_positions_do_not_wait_for_each_other(name: str, granularity: Any) -> None:
+    """Its norm reads tokens and positions, whose gradient comes from that norm; all of that is for weights alone."""
+    workload = build_gpu_workload(name, batch=2, scale="tiny", device="cpu")
+
+    def call(*inputs: torch.Tensor) -> Any:
+        return workload.model(dict(zip(workload.inputs, inputs, strict=True)))
+
+    made = record(call, list(workload.inputs.values()))[Role.BACKWARD].captured
+    config = PartitionConfig(granularity=granularity, weight_gradients="apart")
+    check_partition(partition_graph(made, config=config), made)
 
 
 def test_weight_gradients_apart_hold_up_nothing() -> None:

@@ -49,7 +49,7 @@ The steps are in the order of use: clusters.py, labels.py, pieces.py, segments.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from apollo_compile.config import PartitionConfig
@@ -67,6 +67,7 @@ from apollo_compile.passes.partition.labels import (
     UPDATE,
     find_ends,
     find_weight_gradients,
+    group_apart,
     group_by_level,
     label_clusters,
     label_updates,
@@ -130,7 +131,8 @@ def _cut(capture: Capture, config: PartitionConfig, *, separates_weight_gradient
     is_apart = [False] * len(groups)
     if separates_weight_gradients and named:
         is_apart = find_weight_gradients(capture, clusters, labels, groups, is_update, is_end)
-        sides: Sequence[Hashable] = groups if capture.role is Role.STEP else labels  # micro-batches stay apart
+        # micro-batches of a step stay apart
+        sides = groups if capture.role is Role.STEP else group_apart(clusters, labels, is_apart)
         groups = number((side,) if apart else group for side, group, apart in zip(sides, groups, is_apart, strict=True))
     pieces = Pieces(clusters, groups, labels, weight)
     contract(pieces, config, named=named)

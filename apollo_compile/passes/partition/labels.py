@@ -224,6 +224,19 @@ def find_weight_gradients(
     return [found[cluster] and keys[cluster] in keep_matmuls for cluster in order]
 
 
+def group_apart(clusters: Clusters, labels: list[str], is_apart: list[bool]) -> list[int]:
+    """Return the group of every cluster that is apart: those of one label that read each other through no other label.
+
+    The first layer of an encoder shows why labels do not suffice: its norm reads the sum of tokens and positions, which
+    is the encoder's, and the gradient of the positions, which is the encoder's too, comes from that norm.
+    """
+    level: list[int] = []
+    for cluster, before in enumerate(clusters.predecessors):
+        apart = [level[other] + (labels[other] != labels[cluster]) for other in before if is_apart[other]]
+        level.append(max(apart, default=0))
+    return number(zip(labels, level, strict=True))
+
+
 def _is_matmul(capture: Capture, members: list[NodeId]) -> bool:
     return any(part.kind is KernelKind.MATMUL for node in members for part in capture.nodes[node].work.parts)
 

@@ -45,6 +45,7 @@ class Pieces:
         self._ancestors = [0] * count
         self._descendants = [0] * count
         order = self.in_topological_order()
+        assert len(order) == count, "some groups of clusters wait for each other"
         for piece in order:
             for other in self.predecessors[piece]:
                 self._ancestors[piece] |= self._ancestors[other] | self._mask[other]
