@@ -33,6 +33,10 @@ LEAST_GAIN = 0.98
 """Of controls, and of whole steps over whole steps of others."""
 MOST_MEMORY = 1.05
 MOST_HOST_TIME = 1.5
+CLOSE = 1.05
+"""Of a step beside one captured by hand, from where on nothing is waited for."""
+MOST_WAIT_S, MOST_WAIT_STEPS = 20.0, 10
+"""Until a step is close to one captured by hand, from the end of the first step on."""
 TOLERANCES = {"bf16": 3e-2, "fp32": 1e-3}
 """Largest difference of a loss from the reference's in the first steps, over the largest loss there."""
 
@@ -100,6 +104,21 @@ def speed_up(results: Mapping[str, Result], name: str, over: Sequence[str]) -> R
     return Ratio(value=found.speedup, low=found.speedup_low, high=found.speedup_high)
 
 
+def wait_of(results: Mapping[str, Result], name: str) -> tuple[int, float] | None:
+    """Return the steps and seconds after the first step until one was close to the step captured by hand.
+
+    None if either was not measured; infinite if none was close.
+    """
+    by_hand = results.get(BY_HAND)
+    singles = [ns for turn in by_hand.steps_ns for ns in turn] if by_hand is not None else []
+    trace = results[name].warm_up.get("trace") if name in results else None
+    if not singles or not trace:
+        return None
+    limit_ns = CLOSE * statistics.median(singles)
+    close = ((number, end_ns / 1e9) for number, (end_ns, ns) in enumerate(trace, 1) if ns <= limit_ns)
+    return next(close, (len(trace), float("inf")))
+
+
 def memory_ratio(results: Mapping[str, Result], name: str) -> float | None:
     """Return the memory of a warm step over that of reduce-overhead; None if either was not measured."""
     own, theirs = (
@@ -123,7 +142,13 @@ def loss_difference(results: Mapping[str, Result], name: str) -> float | None:
 
 def judge(workloads: Workloads, *, dtype: str, is_dry: bool) -> list[Target]:
     """Return the targets, in their order."""
-    found = [*_gains(workloads, dtype), *_rivals(workloads), *_costs(workloads), _losses(workloads, dtype)]
+    found = [
+        *_gains(workloads, dtype),
+        *_rivals(workloads),
+        *_waits(workloads),
+        *_costs(workloads),
+        _losses(workloads, dtype),
+    ]
     if not is_dry:
         return found
     return [Target(name=each.name, wanted=each.wanted, found=each.found, state="dry run") for each in found]
@@ -164,6 +189,26 @@ def _rivals(workloads: Workloads) -> list[Target]:
         gains = {title: speed_up(results, APOLLO_STEP, rivals) for title, results in workloads.items()}
         targets.append(_least(f"whole step over {name}", LEAST_GAIN, {t: g for t, g in gains.items() if g is not None}))
     return targets
+
+
+def _waits(workloads: Workloads) -> list[Target]:
+    """Return the target of the time until a user has the gain."""
+    found = {
+        f"{title}, {name}": wait
+        for title, results in workloads.items()
+        for name in (APOLLO, APOLLO_STEP)
+        if (wait := wait_of(results, name)) is not None
+    }
+    worst = max(found, key=lambda each: found[each][1]) if found else None
+    steps, seconds = found[worst] if worst is not None else (0, 0.0)
+    return [
+        Target(
+            name=f"time until a step is within {CLOSE - 1:.0%} of one captured by hand",
+            wanted=f"<= {MOST_WAIT_S:.0f} s and {MOST_WAIT_STEPS} steps",
+            found="" if worst is None else _shown(f"{seconds:.1f} s, {steps} steps", worst, len(found)),
+            state=_state(None if worst is None else seconds <= MOST_WAIT_S and steps <= MOST_WAIT_STEPS),
+        )
+    ]
 
 
 def _costs(workloads: Workloads) -> list[Target]:

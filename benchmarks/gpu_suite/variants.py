@@ -129,13 +129,22 @@ class Measured(Loop):
         return time.perf_counter() - begin
 
     def warm_up(self, steps: int, limit_s: float = float("inf")) -> Any:
-        """Take at least `steps` steps, and more until nothing is being decided; return how many, and whether it is."""
-        until, taken = time.monotonic() + limit_s, 0
-        while taken < steps or (taken < MOST_WARMUP_STEPS and not self.is_settled() and time.monotonic() < until):
+        """Take at least `steps` steps, and more until nothing is being decided.
+
+        Return how many, whether all is decided, and of each step its end in nanoseconds since the first one began and
+        how long it took.
+        """
+        begin, limit_ns, trace = time.perf_counter_ns(), limit_s * 1e9, list[tuple[int, int]]()
+        end = begin
+        while len(trace) < steps or (
+            len(trace) < MOST_WARMUP_STEPS and not self.is_settled() and end - begin < limit_ns
+        ):
+            step_begin = time.perf_counter_ns()
             self.take()
-            taken += 1
-        self._synchronize()
-        return {"steps": taken, "is_settled": self.is_settled()}
+            self._synchronize()
+            end = time.perf_counter_ns()
+            trace.append((end - begin, end - step_begin))
+        return {"steps": len(trace), "is_settled": self.is_settled(), "trace": trace}
 
     def loop(self, steps: int) -> int:
         """Take steps without a wait between them; return the nanoseconds of one."""
