@@ -35,7 +35,7 @@ from benchmarks.gpu_suite.tables import DRY, format_report
 from benchmarks.gpu_suite.targets import TOLERANCES, judge, loss_difference
 from benchmarks.gpu_suite.variants import APOLLO, APOLLO_STEP, SLOW, VARIANTS
 from benchmarks.run import names_of
-from benchmarks.workloads.gpu import SHAPES
+from benchmarks.workloads.gpu import NAMES
 
 NO_GPU = 3
 """Exit code where there is none."""
@@ -149,8 +149,8 @@ def _workloads(text: str) -> list[Workload]:
     found = []
     for part in text.split(","):
         name, _, batch = part.strip().partition(":")
-        if name not in SHAPES or not batch.isdigit() or int(batch) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is no workload; write name:batch, of {', '.join(SHAPES)}")
+        if name not in NAMES or not batch.isdigit() or int(batch) < 1:
+            raise argparse.ArgumentTypeError(f"{part!r} is no workload; write name:batch, of {', '.join(NAMES)}")
         found.append((name, int(batch)))
     return found
 

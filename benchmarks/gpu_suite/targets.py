@@ -25,7 +25,7 @@ from benchmarks.gpu_suite.variants import (
     TRACED,
     TRACED_GRAPHED,
 )
-from benchmarks.workloads.gpu import SHAPES
+from benchmarks.workloads import gpu
 
 WHOLE_STEP_GAIN = 1.31
 MEAN_GAIN = 1.15
@@ -78,8 +78,7 @@ def title_of(name: str, batch: int, dtype: str) -> str:
 
 def is_branchy(title: str) -> bool:
     """Return whether a workload has modules that can run side by side; else it is a control."""
-    shape = SHAPES[title.split(",")[0]]
-    return len(shape.towers) > 1 or shape.heads > 1
+    return gpu.is_branchy(title.split(",")[0])
 
 
 def step_ns(result: Result | None) -> float | None:

@@ -14,6 +14,9 @@ long to compile.
 | flava      | FLAVA                                                    | image, text, then one over both |
 | llava      | LLaVA with a small language model                        | nothing: a chain                |
 | unified    | one trunk over text and image, a head for either         | two embedders, two heads        |
+| act        | a robot's policy, action chunking, 480 x 640 (`act.py`)  | two cameras, encoder of actions |
+| diffusion_policy | a robot's policy with a U-Net (`policies.py`)      | two cameras                     |
+| vla        | SmolVLA: a frozen SigLIP, an expert (`policies.py`)      | two cameras, the expert         |
 | chain      | two layers of an encoder, two of a trunk: a control      | nothing                         |
 """
 
@@ -25,6 +28,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
+
+from benchmarks.workloads.build import assemble
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +100,11 @@ SHAPES: Mapping[str, Shape] = {
 }
 """In the order in which they are worth measuring."""
 
+POLICIES = ("act", "diffusion_policy", "vla")
+"""Workloads of `specs.py`: size `base`, or `tiny` at the smaller scales."""
+
+NAMES = (*SHAPES, *POLICIES)
+
 SCALES: Mapping[str, int | None] = {"full": None, "tiny": 2, "least": 1}
 """Most layers of a tower, by scale."""
 
@@ -149,12 +159,24 @@ class Multimodal(nn.Module):
         return torch.stack([functional.cross_entropy(first @ other.T / 0.07, target) for other in others]).mean()
 
 
+class TakesInputs(nn.Module):
+    """Calls a model that takes its inputs by their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the loss of a batch."""
+        return self.model(**inputs)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuWorkload:
     """A model in training mode and its inputs."""
 
     name: str
-    model: Multimodal
+    model: Multimodal | TakesInputs
     inputs: dict[str, Tensor]
 
 
@@ -166,10 +188,15 @@ def build_gpu_workload(
     Raises:
         ValueError: there is no such workload or scale.
     """
-    if name not in SHAPES or scale not in SCALES:
-        known = f"{', '.join(SHAPES)} at {', '.join(SCALES)}"
+    if name not in NAMES or scale not in SCALES:
+        known = f"{', '.join(NAMES)} at {', '.join(SCALES)}"
         raise ValueError(f"unknown workload {name!r} at scale {scale!r}; known: {known}")
     most_layers = SCALES[scale]
+    if name in POLICIES:
+        size = "base" if most_layers is None else "tiny"
+        policy = assemble(name, size, batch=batch, seed=seed, dropout=dropout)
+        inputs = {key: value.to(device) for key, value in policy.inputs.items()}
+        return GpuWorkload(name=name, model=TakesInputs(policy.model).to(device), inputs=inputs)
     shape = SHAPES[name] if most_layers is None else _tiny(SHAPES[name], most_layers)
     torch.manual_seed(seed)
     model = Multimodal(shape, dropout).to(device)
@@ -179,6 +206,11 @@ def build_gpu_workload(
         for key, tower in shape.towers.items()
     }
     return GpuWorkload(name=name, model=model.train(), inputs=inputs)
+
+
+def is_branchy(name: str) -> bool:
+    """Return whether a workload has modules that can run side by side; else it is a control."""
+    return name not in SHAPES or len(SHAPES[name].towers) > 1 or SHAPES[name].heads > 1
 
 
 def _tiny(shape: Shape, most_layers: int) -> Shape:

@@ -58,6 +58,24 @@ def encoder(width: int, hidden: int, layers: int, heads: int, **rest: Any) -> Sp
     }
 
 
+def _diffusion(batch: int, picture: int, steps: int) -> dict[str, Spec]:
+    """Return inputs of a diffusion policy: two observations, and a chunk of actions with its noise."""
+    cameras = {name: image(batch, 2, 3, picture, picture) for name in ("front", "wrist")}
+    chunks = {name: image(batch, steps, 14) for name in ("actions", "noise")}
+    return {**cameras, "state": image(batch, 2, 14), **chunks, "timesteps": ids(batch, low=0, high=100)}
+
+
+def _flow(batch: int, picture: int, steps: int) -> dict[str, Spec]:
+    """Return inputs of a vision-language-action model: an observation, and a chunk of actions with its noise."""
+    cameras = {name: image(batch, 3, picture, picture) for name in ("front", "wrist")}
+    chunks = {name: image(batch, steps, 32) for name in ("actions", "noise")}
+    return {**cameras, "state": image(batch, 32), **chunks, "time": image(batch, 1)}
+
+
+def _expert(width: int, layers: int, heads: int, hidden: int) -> dict[str, int]:
+    return {"expert": width, "expert_layers": layers, "expert_heads": heads, "expert_hidden": hidden}
+
+
 SPECS: dict[str, Spec] = {
     # Two towers that meet in one matrix of logits.
     "clip": {
@@ -544,6 +562,79 @@ SPECS: dict[str, Spec] = {
                     "state": image(8, 14),
                     "actions": image(8, 100, 14),
                 },
+            },
+            "base": {
+                "config": {
+                    "backbone": 64,
+                    "stages": (2, 2, 2, 2),
+                    "width": 512,
+                    "hidden": 3200,
+                    "layers": 4,
+                    "heads": 8,
+                    "chunk": 100,
+                },
+                "inputs": {
+                    "front": image(8, 3, 480, 640),
+                    "wrist": image(8, 3, 480, 640),
+                    "state": image(8, 14),
+                    "actions": image(8, 100, 14),
+                },
+            },
+        },
+    },
+    # A ResNet-18 for each of two cameras, then a U-Net over time.
+    "diffusion_policy": {
+        "model": "DiffusionPolicy",
+        "config": None,
+        "loss": "returned",
+        "branches": ("front", "wrist"),
+        "sizes": {
+            "tiny": {
+                "config": {"backbone": 8, "stages": (1, 1), "widths": (16, 32), "keypoints": 4, "time_width": 8},
+                "inputs": _diffusion(2, picture=16, steps=4),
+            },
+            "small": {
+                "config": {"backbone": 32, "stages": (2, 2, 2, 2), "widths": (64, 128, 256)},
+                "inputs": _diffusion(8, picture=84, steps=16),
+            },
+            "base": {
+                "config": {"backbone": 64, "stages": (2, 2, 2, 2), "widths": (512, 1024, 2048)},
+                "inputs": _diffusion(64, picture=84, steps=16),
+            },
+        },
+    },
+    # A frozen vision transformer over two cameras, and an expert that attends to each of its layers.
+    "vla": {
+        "model": "Vla",
+        "config": None,
+        "loss": "returned",
+        "branches": ("vision", "expert"),
+        "sizes": {
+            "tiny": {
+                "config": {"width": 16, "layers": 2, "heads": 2, "picture": 16, "patch": 8, **_expert(16, 2, 2, 32)},
+                "inputs": _flow(2, 16, 3),
+            },
+            "small": {
+                "config": {
+                    "width": 192,
+                    "layers": 6,
+                    "heads": 3,
+                    "picture": 96,
+                    "patch": 16,
+                    **_expert(180, 8, 4, 512),
+                },
+                "inputs": _flow(8, 96, 20),
+            },
+            "base": {
+                "config": {
+                    "width": 768,
+                    "layers": 12,
+                    "heads": 12,
+                    "picture": 224,
+                    "patch": 16,
+                    **_expert(720, 16, 15, 2048),
+                },
+                "inputs": _flow(8, 224, 50),
             },
         },
     },
