@@ -156,6 +156,6 @@ class Looker:
             outcome = self._checks[name](self._gpu)
             state, text, numbers = "ok" if outcome.is_met else "failed", outcome.text, outcome.numbers
         except Exception as error:
-            lines = str(error).splitlines() or [""]
-            state, text, numbers = "failed", f"{type(error).__name__}: {lines[0]}", {"error": str(error)}
+            lines = str(error).splitlines()[:2] or [""]  # torch puts the name of the backend into the first
+            state, text, numbers = "failed", f"{type(error).__name__}: {' '.join(lines)}", {"error": str(error)}
         return asdict(CheckResult(name=name, state=state, text=text, numbers=numbers))

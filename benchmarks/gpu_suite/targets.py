@@ -108,12 +108,11 @@ def wait_of(results: Mapping[str, Result], name: str) -> tuple[int, float] | Non
 
     None if either was not measured; infinite if none was close.
     """
-    by_hand = results.get(BY_HAND)
-    singles = [ns for turn in by_hand.steps_ns for ns in turn] if by_hand is not None else []
+    by_hand = step_ns(results.get(BY_HAND))
     trace = results[name].warm_up.get("trace") if name in results else None
-    if not singles or not trace:
+    if by_hand is None or not trace:
         return None
-    limit_ns = CLOSE * statistics.median(singles)
+    limit_ns = CLOSE * by_hand
     close = ((number, end_ns / 1e9) for number, (end_ns, ns) in enumerate(trace, 1) if ns <= limit_ns)
     return next(close, (len(trace), float("inf")))
 

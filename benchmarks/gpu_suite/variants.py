@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -129,21 +130,20 @@ class Measured(Loop):
         return time.perf_counter() - begin
 
     def warm_up(self, steps: int, limit_s: float = float("inf")) -> Any:
-        """Take at least `steps` steps, and more until nothing is being decided.
+        """Take at least `steps` steps, and more until nothing is being decided; nothing is waited for in between.
 
         Return how many, whether all is decided, and of each step its end in nanoseconds since the first one began and
-        how long it took.
+        how long it took, as the device saw them.
         """
-        begin, limit_ns, trace = time.perf_counter_ns(), limit_s * 1e9, list[tuple[int, int]]()
-        end = begin
-        while len(trace) < steps or (
-            len(trace) < MOST_WARMUP_STEPS and not self.is_settled() and end - begin < limit_ns
+        begin, ends = time.monotonic(), [self._now()]
+        while len(ends) <= steps or (
+            len(ends) <= MOST_WARMUP_STEPS and not self.is_settled() and time.monotonic() - begin < limit_s
         ):
-            step_begin = time.perf_counter_ns()
             self.take()
-            self._synchronize()
-            end = time.perf_counter_ns()
-            trace.append((end - begin, end - step_begin))
+            ends.append(self._now())
+        self._synchronize()
+        ends_ns = [self._ns_between(ends[0], end) for end in ends]
+        trace = [(end, end - before) for before, end in pairwise(ends_ns)]
         return {"steps": len(trace), "is_settled": self.is_settled(), "trace": trace}
 
     def loop(self, steps: int) -> int:
@@ -262,6 +262,17 @@ class Measured(Loop):
     def _synchronize(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
+
+    def _now(self) -> Any:
+        """Return a mark of the time when the device gets here."""
+        if self._device != "cuda":
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _ns_between(self, begin: Any, end: Any) -> int:
+        return end - begin if self._device != "cuda" else round(begin.elapsed_time(end) * 1e6)
 
     def _device_ns(self, work: Callable[[], object]) -> int | None:
         if self._device != "cuda":

@@ -33,12 +33,14 @@ def result(
     host_ns: int = 1000,
     note: str = "",
     rounds: int = 6,
+    close_after: int = 4,
 ) -> Result:
     """Return a result whose loops take so long, more or less."""
     return Result(
         name=name,
         note=note,
         first_step_s=9.0,
+        warm_up={"trace": [(10**9 * number, 9e6 if number >= close_after else 2e7) for number in range(1, 9)]},
         losses=list(losses),
         memory={"warm_bytes": warm_bytes},
         launch={"host_ns": host_ns, "device_ns": round(ms * 9e5)},
@@ -89,6 +91,7 @@ def test_every_target_can_be_met() -> None:
     found = {each.name: each.found for each in targets}
     assert found[f"whole step, {CLIP}"].startswith("1.43x (1.43 .. 1.43)")
     assert found["plain backend, geometric mean over branchy models"] == "1.21x over 2"
+    assert found["time until a step is within 5% of one captured by hand"].startswith("4.0 s, 4 steps: ")
     assert found["controls"] == f"1.00x (1.00 .. 1.00): {CHAIN}, apollo, the worst of 2"
 
 
@@ -165,3 +168,10 @@ def test_chains_are_controls() -> None:
     """By the shape of the workload."""
     titles = (CLIP, IMAGEBIND, CHAIN, "llava, batch 8, bf16", "unified, batch 1, bf16")
     assert list(map(is_branchy, titles)) == [True, True, False, False, True]
+
+
+def test_a_variant_that_never_comes_close_waits_for_ever() -> None:
+    """The target names it."""
+    targets = {each.name: each for each in judge(but("apollo", 8.0, close_after=9), dtype="bf16", is_dry=False)}
+    wait = targets["time until a step is within 5% of one captured by hand"]
+    assert (wait.state, wait.found) == ("missed", f"inf s, 8 steps: {CLIP}, apollo, the worst of 6")
