@@ -26,6 +26,13 @@ from typing import Any
 
 Spec = dict[str, Any]
 
+Numbers = tuple[int, ...]
+"""Of an encoder: width, hidden width, layers and heads; those of one for pictures end in their size.
+
+`words` are the size of a vocabulary and the end of what is drawn from it, `tokens` are positions of a model and of an
+input.
+"""
+
 
 def image(*shape: int, packed: bool = False) -> Spec:
     """Return a spec of a float32 input; shapes begin with the batch size."""
@@ -58,584 +65,270 @@ def encoder(width: int, hidden: int, layers: int, heads: int, **rest: Any) -> Sp
     }
 
 
-def _diffusion(batch: int, picture: int, steps: int) -> dict[str, Spec]:
-    """Return inputs of a diffusion policy: two observations, and a chunk of actions with its noise."""
-    cameras = {name: image(batch, 2, 3, picture, picture) for name in ("front", "wrist")}
+def _captioned(batch: int, tokens: int, high: int, picture: int, **more: Any) -> dict[str, Spec]:
+    """Return a text and its mask, and a picture; `more` is said of the text."""
+    text = {"input_ids": ids(batch, tokens, high=high, **more), "attention_mask": ones(batch, tokens)}
+    return {**text, "pixel_values": image(batch, 3, picture, picture)}
+
+
+def _clip(batch: int, joint: int, text: Numbers, vision: Numbers, patch: int, words: Numbers, tokens: Numbers) -> Spec:
+    """Return a CLIP; the last two words begin and end a text."""
+    last, (*eye, picture) = words[0] - 1, vision
+    special = {"eos_token_id": last, "bos_token_id": last - 1, "pad_token_id": 1, "projection_dim": joint}
+    return {
+        "config": {
+            "projection_dim": joint,
+            "text_config": encoder(*text, vocab_size=words[0], max_position_embeddings=tokens[0], **special),
+            "vision_config": encoder(*eye, image_size=picture, patch_size=patch, projection_dim=joint),
+        },
+        "inputs": {
+            **_captioned(batch, tokens[1], words[1], picture, columns=((tokens[1] - 1, last),)),
+            "return_loss": True,
+        },
+    }
+
+
+def _flava(batch: int, each: Numbers, both: Numbers, picture: int, words: Numbers, tokens: Numbers) -> Spec:
+    return {
+        "config": {
+            **dict.fromkeys(("hidden_size", "projection_dim"), each[0]),
+            "init_codebook": False,
+            "image_config": encoder(*each, image_size=picture, patch_size=16, mask_token=False),
+            "text_config": encoder(*each, vocab_size=words[0], max_position_embeddings=tokens[0]),
+            "multimodal_config": encoder(*both),
+        },
+        "inputs": _captioned(batch, tokens[1], words[1], picture),
+    }
+
+
+def _clap(batch: int, joint: int, audio: Spec, text: Numbers, words: Numbers, tokens: Numbers, frames: int) -> Spec:
+    common = {"patch_size": 4, "patch_stride": [4, 4], "enable_fusion": False, "projection_dim": joint}
+    places = {"max_position_embeddings": tokens[0], "projection_dim": joint}
+    return {
+        "config": {
+            "projection_dim": joint,
+            "audio_config": {**audio, "num_hidden_layers": len(audio["depths"]), **common},
+            "text_config": encoder(*text, vocab_size=words[0], **places),
+        },
+        "inputs": {
+            "input_ids": ids(batch, tokens[1], high=words[1]),
+            "attention_mask": ones(batch, tokens[1]),
+            "input_features": image(batch, 1, frames, audio["num_mel_bins"]),
+            "return_loss": True,
+        },
+    }
+
+
+def _swin(widths: Numbers, depths: list[int], heads: list[int], size: int, bins: int, window: int) -> Spec:
+    """Return the numbers of a Swin for sound; `widths` are those of the last stage and of a patch."""
+    return {
+        "hidden_size": widths[0],
+        "patch_embeds_hidden_size": widths[1],
+        "depths": depths,
+        "num_attention_heads": heads,
+        "spec_size": size,
+        "num_mel_bins": bins,
+        "window_size": window,
+    }
+
+
+def _llava(
+    batch: int, joint: int, vision: Numbers, patch: int, text: Numbers, groups: int, words: Numbers, tokens: Numbers
+) -> Spec:
+    """Return a LLaVA; of `words` the last stands for a patch of the picture."""
+    (size, high, patched), (*eye, picture) = words, vision
+    patches = (picture // patch) ** 2
+    seen = {"image_size": picture, "patch_size": patch, "projection_dim": joint}
+    said = {"vocab_size": size, "num_key_value_heads": groups, "max_position_embeddings": tokens[0]}
+    return {
+        "config": {
+            "image_token_index": patched,
+            "image_seq_length": patches,
+            "vision_config": encoder(*eye, model_type="clip_vision_model", **seen),
+            "text_config": encoder(*text, model_type="llama", **said, use_cache=False),
+        },
+        "inputs": {
+            **_captioned(batch, tokens[1], high, picture, spans=((2, 2 + patches, patched),)),
+            "labels": {"kind": "labels", "of": "input_ids", "ignore": (patched,)},
+        },
+    }
+
+
+def _whisper(
+    batch: int, bins: int, each: Numbers, places: Numbers, words: Numbers, tokens: int, special: Numbers
+) -> Spec:
+    """Return a Whisper; `special` are the tokens of padding, of the end and of the start of a decoder."""
+    named = {"attention_heads": each[3], "ffn_dim": each[1], "layers": each[2]}
+    return {
+        "config": {
+            "vocab_size": words[0],
+            "num_mel_bins": bins,
+            "d_model": each[0],
+            **{f"{side}_{name}": number for side in ("encoder", "decoder") for name, number in named.items()},
+            "max_source_positions": places[0],
+            "max_target_positions": places[1],
+            "pad_token_id": special[0],
+            **dict.fromkeys(("bos_token_id", "eos_token_id"), special[1]),
+            "decoder_start_token_id": special[2],
+            **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens")),
+            "use_cache": False,
+        },
+        "inputs": {"input_features": image(batch, bins, 2 * places[0]), "labels": ids(batch, tokens, high=words[1])},
+    }
+
+
+def _vit(batch: int, each: Numbers, classes: int) -> Spec:
+    *numbers, picture = each
+    return {
+        "config": encoder(*numbers, image_size=picture, patch_size=16, num_labels=classes),
+        "inputs": {"pixel_values": image(batch, 3, picture, picture), "labels": ids(batch, low=0, high=classes)},
+    }
+
+
+def _two_tower(batch: int, each: Numbers, tokens: Numbers) -> Spec:
+    numbers = dict(zip(("width", "hidden", "layers", "heads"), each, strict=True))
+    inputs = {name: image(batch, count, each[0]) for name, count in zip(("image", "text"), tokens, strict=True)}
+    return {"config": {**numbers, "tokens": tokens}, "inputs": inputs}
+
+
+def _cameras(*shape: int) -> dict[str, Spec]:
+    """Return a picture of each of two cameras."""
+    return {name: image(*shape) for name in ("front", "wrist")}
+
+
+def _act(batch: int, backbone: Spec, each: Numbers, chunk: int, pictures: Numbers) -> Spec:
+    numbers = dict(zip(("width", "hidden", "layers", "heads"), each, strict=True))
+    robot = {"state": image(batch, 14), "actions": image(batch, chunk, 14)}
+    return {"config": {**backbone, **numbers, "chunk": chunk}, "inputs": {**_cameras(batch, 3, *pictures), **robot}}
+
+
+def _diffusion(batch: int, config: Spec, picture: int, steps: int) -> Spec:
+    """Return a diffusion policy on two observations, a chunk of actions and its noise."""
     chunks = {name: image(batch, steps, 14) for name in ("actions", "noise")}
-    return {**cameras, "state": image(batch, 2, 14), **chunks, "timesteps": ids(batch, low=0, high=100)}
+    robot = {"state": image(batch, 2, 14), **chunks, "timesteps": ids(batch, low=0, high=100)}
+    return {"config": config, "inputs": {**_cameras(batch, 2, 3, picture, picture), **robot}}
 
 
-def _flow(batch: int, picture: int, steps: int) -> dict[str, Spec]:
-    """Return inputs of a vision-language-action model: an observation, and a chunk of actions with its noise."""
-    cameras = {name: image(batch, 3, picture, picture) for name in ("front", "wrist")}
+def _vla(batch: int, vision: Numbers, patch: int, expert: Numbers, steps: int) -> Spec:
+    """Return a vision-language-action model on an observation, a chunk of actions and its noise."""
+    of_vision, of_expert = ("width", "layers", "heads", "picture"), ("", "_hidden", "_layers", "_heads")
+    config = dict(zip(of_vision, vision, strict=True)) | {"patch": patch}
+    config |= {f"expert{name}": number for name, number in zip(of_expert, expert, strict=True)}
     chunks = {name: image(batch, steps, 32) for name in ("actions", "noise")}
-    return {**cameras, "state": image(batch, 32), **chunks, "time": image(batch, 1)}
+    robot = {"state": image(batch, 32), **chunks, "time": image(batch, 1)}
+    return {"config": config, "inputs": {**_cameras(batch, 3, vision[3], vision[3]), **robot}}
 
 
-def _expert(width: int, layers: int, heads: int, hidden: int) -> dict[str, int]:
-    return {"expert": width, "expert_layers": layers, "expert_heads": heads, "expert_hidden": hidden}
+def _spec(model: str, config: str | None, branches: tuple[str, ...], loss: str = "returned", **sizes: Spec) -> Spec:
+    return {"model": model, "config": config, "loss": loss, "branches": branches, "sizes": sizes}
 
+
+_RESNET18 = {"backbone": 64, "stages": (2, 2, 2, 2)}
+_SMALL_RESNET = {"backbone": 8, "stages": (1, 1)}
 
 SPECS: dict[str, Spec] = {
     # Two towers that meet in one matrix of logits.
-    "clip": {
-        "model": "CLIPModel",
-        "config": "CLIPConfig",
-        "loss": "returned",
-        "branches": ("vision_model", "text_model"),
-        "sizes": {
-            "tiny": {
-                "config": {
-                    "projection_dim": 64,
-                    "text_config": encoder(
-                        64,
-                        128,
-                        2,
-                        2,
-                        vocab_size=1000,
-                        max_position_embeddings=32,
-                        eos_token_id=999,
-                        bos_token_id=998,
-                        pad_token_id=1,
-                        projection_dim=64,
-                    ),
-                    "vision_config": encoder(64, 128, 2, 2, image_size=64, patch_size=16, projection_dim=64),
-                },
-                "inputs": {
-                    "input_ids": ids(4, 16, high=990, columns=((15, 999),)),
-                    "attention_mask": ones(4, 16),
-                    "pixel_values": image(4, 3, 64, 64),
-                    "return_loss": True,
-                },
-            },
-            "small": {
-                "config": {
-                    "projection_dim": 256,
-                    "text_config": encoder(
-                        256,
-                        1024,
-                        6,
-                        4,
-                        vocab_size=8192,
-                        max_position_embeddings=77,
-                        eos_token_id=8191,
-                        bos_token_id=8190,
-                        pad_token_id=1,
-                        projection_dim=256,
-                    ),
-                    "vision_config": encoder(256, 1024, 6, 4, image_size=128, patch_size=16, projection_dim=256),
-                },
-                "inputs": {
-                    "input_ids": ids(8, 77, high=8000, columns=((76, 8191),)),
-                    "attention_mask": ones(8, 77),
-                    "pixel_values": image(8, 3, 128, 128),
-                    "return_loss": True,
-                },
-            },
-            "base": {
-                "config": {
-                    "projection_dim": 512,
-                    "text_config": encoder(
-                        512,
-                        2048,
-                        12,
-                        8,
-                        vocab_size=49408,
-                        max_position_embeddings=77,
-                        eos_token_id=49407,
-                        bos_token_id=49406,
-                        pad_token_id=1,
-                        projection_dim=512,
-                    ),
-                    "vision_config": encoder(768, 3072, 12, 12, image_size=224, patch_size=32, projection_dim=512),
-                },
-                "inputs": {
-                    "input_ids": ids(64, 77, high=49000, columns=((76, 49407),)),
-                    "attention_mask": ones(64, 77),
-                    "pixel_values": image(64, 3, 224, 224),
-                    "return_loss": True,
-                },
-            },
-        },
-    },
+    "clip": _spec(
+        "CLIPModel",
+        "CLIPConfig",
+        ("vision_model", "text_model"),
+        tiny=_clip(4, 64, (64, 128, 2, 2), (64, 128, 2, 2, 64), 16, (1000, 990), (32, 16)),
+        small=_clip(8, 256, (256, 1024, 6, 4), (256, 1024, 6, 4, 128), 16, (8192, 8000), (77, 77)),
+        base=_clip(64, 512, (512, 2048, 12, 8), (768, 3072, 12, 12, 224), 32, (49408, 49000), (77, 77)),
+    ),
     # Two encoders, then a third on the outputs of both.
-    "flava": {
-        "model": "FlavaModel",
-        "config": "FlavaConfig",
-        "loss": "flava",
-        "branches": ("image_model", "text_model"),
-        "sizes": {
-            "tiny": {
-                "config": {
-                    "hidden_size": 64,
-                    "projection_dim": 64,
-                    "init_codebook": False,
-                    "image_config": encoder(64, 128, 2, 2, image_size=64, patch_size=16, mask_token=False),
-                    "text_config": encoder(64, 128, 2, 2, vocab_size=1000, max_position_embeddings=32),
-                    "multimodal_config": encoder(64, 128, 2, 2),
-                },
-                "inputs": {
-                    "input_ids": ids(4, 16, high=990),
-                    "attention_mask": ones(4, 16),
-                    "pixel_values": image(4, 3, 64, 64),
-                },
-            },
-            "small": {
-                "config": {
-                    "hidden_size": 256,
-                    "projection_dim": 256,
-                    "init_codebook": False,
-                    "image_config": encoder(256, 1024, 4, 4, image_size=128, patch_size=16, mask_token=False),
-                    "text_config": encoder(256, 1024, 4, 4, vocab_size=8192, max_position_embeddings=128),
-                    "multimodal_config": encoder(256, 1024, 2, 4),
-                },
-                "inputs": {
-                    "input_ids": ids(8, 64, high=8000),
-                    "attention_mask": ones(8, 64),
-                    "pixel_values": image(8, 3, 128, 128),
-                },
-            },
-            "base": {
-                "config": {
-                    "hidden_size": 768,
-                    "projection_dim": 768,
-                    "init_codebook": False,
-                    "image_config": encoder(768, 3072, 12, 12, image_size=224, patch_size=16, mask_token=False),
-                    "text_config": encoder(768, 3072, 12, 12, vocab_size=30522, max_position_embeddings=512),
-                    "multimodal_config": encoder(768, 3072, 6, 12),
-                },
-                "inputs": {
-                    "input_ids": ids(32, 77, high=30000),
-                    "attention_mask": ones(32, 77),
-                    "pixel_values": image(32, 3, 224, 224),
-                },
-            },
-        },
-    },
+    "flava": _spec(
+        "FlavaModel",
+        "FlavaConfig",
+        ("image_model", "text_model"),
+        "flava",
+        tiny=_flava(4, (64, 128, 2, 2), (64, 128, 2, 2), 64, (1000, 990), (32, 16)),
+        small=_flava(8, (256, 1024, 4, 4), (256, 1024, 2, 4), 128, (8192, 8000), (128, 64)),
+        base=_flava(32, (768, 3072, 12, 12), (768, 3072, 6, 12), 224, (30522, 30000), (512, 77)),
+    ),
     # Audio (Swin, with BatchNorm buffers) and text.
-    "clap": {
-        "model": "ClapModel",
-        "config": "ClapConfig",
-        "loss": "returned",
-        "branches": ("audio_model", "text_model"),
-        "sizes": {
-            "tiny": {
-                "config": {
-                    "projection_dim": 64,
-                    "audio_config": {
-                        "hidden_size": 128,
-                        "patch_embeds_hidden_size": 32,
-                        "depths": [1, 1, 1],
-                        "num_attention_heads": [2, 2, 2],
-                        "num_hidden_layers": 3,
-                        "spec_size": 64,
-                        "num_mel_bins": 16,
-                        "window_size": 4,
-                        "patch_size": 4,
-                        "patch_stride": [4, 4],
-                        "enable_fusion": False,
-                        "projection_dim": 64,
-                    },
-                    "text_config": encoder(
-                        64, 128, 2, 2, vocab_size=1000, max_position_embeddings=40, projection_dim=64
-                    ),
-                },
-                "inputs": {
-                    "input_ids": ids(4, 16, high=990),
-                    "attention_mask": ones(4, 16),
-                    "input_features": image(4, 1, 256, 16),
-                    "return_loss": True,
-                },
-            },
-            "small": {
-                "config": {
-                    "projection_dim": 256,
-                    "audio_config": {
-                        "hidden_size": 384,
-                        "patch_embeds_hidden_size": 96,
-                        "depths": [2, 2, 2],
-                        "num_attention_heads": [4, 8, 16],
-                        "num_hidden_layers": 3,
-                        "spec_size": 128,
-                        "num_mel_bins": 32,
-                        "window_size": 8,
-                        "patch_size": 4,
-                        "patch_stride": [4, 4],
-                        "enable_fusion": False,
-                        "projection_dim": 256,
-                    },
-                    "text_config": encoder(
-                        256, 1024, 4, 4, vocab_size=8192, max_position_embeddings=130, projection_dim=256
-                    ),
-                },
-                "inputs": {
-                    "input_ids": ids(4, 64, high=8000),
-                    "attention_mask": ones(4, 64),
-                    "input_features": image(4, 1, 512, 32),
-                    "return_loss": True,
-                },
-            },
-            "base": {
-                "config": {
-                    "projection_dim": 512,
-                    "audio_config": {
-                        "hidden_size": 768,
-                        "patch_embeds_hidden_size": 96,
-                        "depths": [2, 2, 6, 2],
-                        "num_attention_heads": [4, 8, 16, 32],
-                        "num_hidden_layers": 4,
-                        "spec_size": 256,
-                        "num_mel_bins": 64,
-                        "window_size": 8,
-                        "patch_size": 4,
-                        "patch_stride": [4, 4],
-                        "enable_fusion": False,
-                        "projection_dim": 512,
-                    },
-                    "text_config": encoder(
-                        768, 3072, 12, 12, vocab_size=50265, max_position_embeddings=514, projection_dim=512
-                    ),
-                },
-                "inputs": {
-                    "input_ids": ids(32, 77, high=50000),
-                    "attention_mask": ones(32, 77),
-                    "input_features": image(32, 1, 1001, 64),
-                    "return_loss": True,
-                },
-            },
-        },
-    },
+    "clap": _spec(
+        "ClapModel",
+        "ClapConfig",
+        ("audio_model", "text_model"),
+        tiny=_clap(
+            4, 64, _swin((128, 32), [1, 1, 1], [2, 2, 2], 64, 16, 4), (64, 128, 2, 2), (1000, 990), (40, 16), 256
+        ),
+        small=_clap(
+            4, 256, _swin((384, 96), [2, 2, 2], [4, 8, 16], 128, 32, 8), (256, 1024, 4, 4), (8192, 8000), (130, 64), 512
+        ),
+        base=_clap(
+            32,
+            512,
+            _swin((768, 96), [2, 2, 6, 2], [4, 8, 16, 32], 256, 64, 8),
+            (768, 3072, 12, 12),
+            (50265, 50000),
+            (514, 77),
+            1001,
+        ),
+    ),
     # Vision encoder, projector, masked_scatter, causal language model: a chain.
-    "llava": {
-        "model": "LlavaForConditionalGeneration",
-        "config": "LlavaConfig",
-        "loss": "returned",
-        "branches": (),
-        "sizes": {
-            "tiny": {
-                "config": {
-                    "image_token_index": 999,
-                    "image_seq_length": 16,
-                    "vision_config": encoder(
-                        64, 128, 3, 2, model_type="clip_vision_model", image_size=64, patch_size=16, projection_dim=64
-                    ),
-                    "text_config": encoder(
-                        64,
-                        160,
-                        2,
-                        4,
-                        model_type="llama",
-                        vocab_size=1000,
-                        num_key_value_heads=2,
-                        max_position_embeddings=128,
-                        use_cache=False,
-                    ),
-                },
-                "inputs": {
-                    "input_ids": ids(2, 32, high=990, spans=((2, 18, 999),)),
-                    "attention_mask": ones(2, 32),
-                    "pixel_values": image(2, 3, 64, 64),
-                    "labels": {"kind": "labels", "of": "input_ids", "ignore": (999,)},
-                },
-            },
-            "small": {
-                "config": {
-                    "image_token_index": 8191,
-                    "image_seq_length": 64,
-                    "vision_config": encoder(
-                        256,
-                        1024,
-                        6,
-                        4,
-                        model_type="clip_vision_model",
-                        image_size=128,
-                        patch_size=16,
-                        projection_dim=256,
-                    ),
-                    "text_config": encoder(
-                        256,
-                        688,
-                        6,
-                        8,
-                        model_type="llama",
-                        vocab_size=8192,
-                        num_key_value_heads=4,
-                        max_position_embeddings=256,
-                        use_cache=False,
-                    ),
-                },
-                "inputs": {
-                    "input_ids": ids(4, 128, high=8000, spans=((2, 66, 8191),)),
-                    "attention_mask": ones(4, 128),
-                    "pixel_values": image(4, 3, 128, 128),
-                    "labels": {"kind": "labels", "of": "input_ids", "ignore": (8191,)},
-                },
-            },
-            "base": {
-                "config": {
-                    "image_token_index": 32000,
-                    "image_seq_length": 576,
-                    "vision_config": encoder(
-                        1024,
-                        4096,
-                        24,
-                        16,
-                        model_type="clip_vision_model",
-                        image_size=336,
-                        patch_size=14,
-                        projection_dim=768,
-                    ),
-                    "text_config": encoder(
-                        2048,
-                        5632,
-                        22,
-                        32,
-                        model_type="llama",
-                        vocab_size=32064,
-                        num_key_value_heads=4,
-                        max_position_embeddings=2048,
-                        use_cache=False,
-                    ),
-                },
-                "inputs": {
-                    "input_ids": ids(2, 1024, high=31999, spans=((2, 578, 32000),)),
-                    "attention_mask": ones(2, 1024),
-                    "pixel_values": image(2, 3, 336, 336),
-                    "labels": {"kind": "labels", "of": "input_ids", "ignore": (32000,)},
-                },
-            },
-        },
-    },
+    "llava": _spec(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        (),
+        tiny=_llava(2, 64, (64, 128, 3, 2, 64), 16, (64, 160, 2, 4), 2, (1000, 990, 999), (128, 32)),
+        small=_llava(4, 256, (256, 1024, 6, 4, 128), 16, (256, 688, 6, 8), 4, (8192, 8000, 8191), (256, 128)),
+        base=_llava(
+            2, 768, (1024, 4096, 24, 16, 336), 14, (2048, 5632, 22, 32), 4, (32064, 31999, 32000), (2048, 1024)
+        ),
+    ),
     # Encoder and decoder: a chain, but for the decoder's first self-attention.
-    "whisper": {
-        "model": "WhisperForConditionalGeneration",
-        "config": "WhisperConfig",
-        "loss": "returned",
-        "branches": ("encoder", "decoder"),
-        "sizes": {
-            "tiny": {
-                "config": {
-                    "vocab_size": 1000,
-                    "num_mel_bins": 16,
-                    "d_model": 64,
-                    "encoder_layers": 2,
-                    "decoder_layers": 2,
-                    "encoder_attention_heads": 2,
-                    "decoder_attention_heads": 2,
-                    "encoder_ffn_dim": 128,
-                    "decoder_ffn_dim": 128,
-                    "max_source_positions": 64,
-                    "max_target_positions": 32,
-                    "pad_token_id": 1,
-                    "bos_token_id": 2,
-                    "eos_token_id": 2,
-                    "decoder_start_token_id": 2,
-                    "suppress_tokens": None,
-                    "begin_suppress_tokens": None,
-                    "use_cache": False,
-                },
-                "inputs": {"input_features": image(2, 16, 128), "labels": ids(2, 16, high=990)},
-            },
-            "small": {
-                "config": {
-                    "vocab_size": 8192,
-                    "num_mel_bins": 80,
-                    "d_model": 256,
-                    "encoder_layers": 4,
-                    "decoder_layers": 4,
-                    "encoder_attention_heads": 4,
-                    "decoder_attention_heads": 4,
-                    "encoder_ffn_dim": 1024,
-                    "decoder_ffn_dim": 1024,
-                    "max_source_positions": 250,
-                    "max_target_positions": 64,
-                    "pad_token_id": 1,
-                    "bos_token_id": 2,
-                    "eos_token_id": 2,
-                    "decoder_start_token_id": 2,
-                    "suppress_tokens": None,
-                    "begin_suppress_tokens": None,
-                    "use_cache": False,
-                },
-                "inputs": {"input_features": image(2, 80, 500), "labels": ids(2, 64, high=8000)},
-            },
-            "base": {
-                "config": {
-                    "vocab_size": 51865,
-                    "num_mel_bins": 80,
-                    "d_model": 768,
-                    "encoder_layers": 12,
-                    "decoder_layers": 12,
-                    "encoder_attention_heads": 12,
-                    "decoder_attention_heads": 12,
-                    "encoder_ffn_dim": 3072,
-                    "decoder_ffn_dim": 3072,
-                    "max_source_positions": 1500,
-                    "max_target_positions": 448,
-                    "pad_token_id": 50257,
-                    "bos_token_id": 50257,
-                    "eos_token_id": 50257,
-                    "decoder_start_token_id": 50258,
-                    "suppress_tokens": None,
-                    "begin_suppress_tokens": None,
-                    "use_cache": False,
-                },
-                "inputs": {"input_features": image(8, 80, 3000), "labels": ids(8, 448, high=50000)},
-            },
-        },
-    },
+    "whisper": _spec(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        ("encoder", "decoder"),
+        tiny=_whisper(2, 16, (64, 128, 2, 2), (64, 32), (1000, 990), 16, (1, 2, 2)),
+        small=_whisper(2, 80, (256, 1024, 4, 4), (250, 64), (8192, 8000), 64, (1, 2, 2)),
+        base=_whisper(8, 80, (768, 3072, 12, 12), (1500, 448), (51865, 50000), 448, (50257, 50257, 50258)),
+    ),
     # The control: one chain, nothing to overlap in the forward pass.
-    "vit_control": {
-        "model": "ViTForImageClassification",
-        "config": "ViTConfig",
-        "loss": "returned",
-        "branches": (),
-        "sizes": {
-            "tiny": {
-                "config": encoder(64, 128, 2, 2, image_size=64, patch_size=16, num_labels=10),
-                "inputs": {"pixel_values": image(4, 3, 64, 64), "labels": ids(4, low=0, high=10)},
-            },
-            "small": {
-                "config": encoder(256, 1024, 6, 4, image_size=128, patch_size=16, num_labels=100),
-                "inputs": {"pixel_values": image(8, 3, 128, 128), "labels": ids(8, low=0, high=100)},
-            },
-            "base": {
-                "config": encoder(768, 3072, 12, 12, image_size=224, patch_size=16, num_labels=1000),
-                "inputs": {"pixel_values": image(64, 3, 224, 224), "labels": ids(64, low=0, high=1000)},
-            },
-        },
-    },
+    "vit_control": _spec(
+        "ViTForImageClassification",
+        "ViTConfig",
+        (),
+        tiny=_vit(4, (64, 128, 2, 2, 64), 10),
+        small=_vit(8, (256, 1024, 6, 4, 128), 100),
+        base=_vit(64, (768, 3072, 12, 12, 224), 1000),
+    ),
     # Two plain torch encoders of unequal length; the numbers of the spike in the notes are the small size.
-    "two_tower": {
-        "model": "TwoTower",
-        "config": None,
-        "loss": "returned",
-        "branches": ("image", "text"),
-        "sizes": {
-            "tiny": {
-                "config": {"width": 32, "hidden": 64, "layers": 2, "heads": 2, "tokens": (10, 6)},
-                "inputs": {"image": image(4, 10, 32), "text": image(4, 6, 32)},
-            },
-            "small": {
-                "config": {"width": 256, "hidden": 1024, "layers": 4, "heads": 4, "tokens": (50, 32)},
-                "inputs": {"image": image(4, 50, 256), "text": image(4, 32, 256)},
-            },
-        },
-    },
+    "two_tower": _spec(
+        "TwoTower",
+        None,
+        ("image", "text"),
+        tiny=_two_tower(4, (32, 64, 2, 2), (10, 6)),
+        small=_two_tower(4, (256, 1024, 4, 4), (50, 32)),
+    ),
     # One ResNet-18 for two cameras, then a transformer.
-    "act": {
-        "model": "Act",
-        "config": None,
-        "loss": "returned",
-        "branches": ("backbone", "vae"),
-        "sizes": {
-            "tiny": {
-                "config": {
-                    "backbone": 8,
-                    "stages": (1, 1),
-                    "width": 16,
-                    "hidden": 32,
-                    "layers": 1,
-                    "heads": 2,
-                    "chunk": 10,
-                },
-                "inputs": {
-                    "front": image(2, 3, 32, 32),
-                    "wrist": image(2, 3, 32, 32),
-                    "state": image(2, 14),
-                    "actions": image(2, 10, 14),
-                },
-            },
-            "small": {
-                "config": {
-                    "backbone": 64,
-                    "stages": (2, 2, 2, 2),
-                    "width": 512,
-                    "hidden": 3200,
-                    "layers": 4,
-                    "heads": 8,
-                    "chunk": 100,
-                },
-                "inputs": {
-                    "front": image(8, 3, 96, 96),
-                    "wrist": image(8, 3, 96, 96),
-                    "state": image(8, 14),
-                    "actions": image(8, 100, 14),
-                },
-            },
-            "base": {
-                "config": {
-                    "backbone": 64,
-                    "stages": (2, 2, 2, 2),
-                    "width": 512,
-                    "hidden": 3200,
-                    "layers": 4,
-                    "heads": 8,
-                    "chunk": 100,
-                },
-                "inputs": {
-                    "front": image(8, 3, 480, 640),
-                    "wrist": image(8, 3, 480, 640),
-                    "state": image(8, 14),
-                    "actions": image(8, 100, 14),
-                },
-            },
-        },
-    },
+    "act": _spec(
+        "Act",
+        None,
+        ("backbone", "vae"),
+        tiny=_act(2, _SMALL_RESNET, (16, 32, 1, 2), 10, (32, 32)),
+        small=_act(8, _RESNET18, (512, 3200, 4, 8), 100, (96, 96)),
+        base=_act(8, _RESNET18, (512, 3200, 4, 8), 100, (480, 640)),
+    ),
     # A ResNet-18 for each of two cameras, then a U-Net over time.
-    "diffusion_policy": {
-        "model": "DiffusionPolicy",
-        "config": None,
-        "loss": "returned",
-        "branches": ("front", "wrist"),
-        "sizes": {
-            "tiny": {
-                "config": {"backbone": 8, "stages": (1, 1), "widths": (16, 32), "keypoints": 4, "time_width": 8},
-                "inputs": _diffusion(2, picture=16, steps=4),
-            },
-            "small": {
-                "config": {"backbone": 32, "stages": (2, 2, 2, 2), "widths": (64, 128, 256)},
-                "inputs": _diffusion(8, picture=84, steps=16),
-            },
-            "base": {
-                "config": {"backbone": 64, "stages": (2, 2, 2, 2), "widths": (512, 1024, 2048)},
-                "inputs": _diffusion(64, picture=84, steps=16),
-            },
-        },
-    },
+    "diffusion_policy": _spec(
+        "DiffusionPolicy",
+        None,
+        ("front", "wrist"),
+        tiny=_diffusion(2, {**_SMALL_RESNET, "widths": (16, 32), "keypoints": 4, "time_width": 8}, 16, 4),
+        small=_diffusion(8, {**_RESNET18, "backbone": 32, "widths": (64, 128, 256)}, 84, 16),
+        base=_diffusion(64, {**_RESNET18, "widths": (512, 1024, 2048)}, 84, 16),
+    ),
     # A frozen vision transformer over two cameras, and an expert that attends to each of its layers.
-    "vla": {
-        "model": "Vla",
-        "config": None,
-        "loss": "returned",
-        "branches": ("vision", "expert"),
-        "sizes": {
-            "tiny": {
-                "config": {"width": 16, "layers": 2, "heads": 2, "picture": 16, "patch": 8, **_expert(16, 2, 2, 32)},
-                "inputs": _flow(2, 16, 3),
-            },
-            "small": {
-                "config": {
-                    "width": 192,
-                    "layers": 6,
-                    "heads": 3,
-                    "picture": 96,
-                    "patch": 16,
-                    **_expert(180, 8, 4, 512),
-                },
-                "inputs": _flow(8, 96, 20),
-            },
-            "base": {
-                "config": {
-                    "width": 768,
-                    "layers": 12,
-                    "heads": 12,
-                    "picture": 224,
-                    "patch": 16,
-                    **_expert(720, 16, 15, 2048),
-                },
-                "inputs": _flow(8, 224, 50),
-            },
-        },
-    },
+    "vla": _spec(
+        "Vla",
+        None,
+        ("vision", "expert"),
+        tiny=_vla(2, (16, 2, 2, 16), 8, (16, 32, 2, 2), 3),
+        small=_vla(8, (192, 6, 3, 96), 16, (180, 512, 8, 4), 20),
+        base=_vla(8, (768, 12, 12, 224), 16, (720, 2048, 16, 15), 50),
+    ),
 }

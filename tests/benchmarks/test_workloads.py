@@ -42,7 +42,7 @@ def test_the_batch_size_can_be_overridden() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_models_of_gpu_size_train(name: str) -> None:
-    """Tiny ones of the same shape, on a CPU: every trained parameter gets a gradient; equal arguments give equal numbers."""
+    """Tiny ones of the same shape, on a CPU: what is trained gets a gradient; equal arguments give equal numbers."""
     losses = []
     for _ in range(2):
         workload = build_gpu_workload(name, batch=2, scale="tiny", device="cpu")
