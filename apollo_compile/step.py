@@ -43,8 +43,9 @@ def compile_step(
 
     Arguments:
         model: the module that is trained, not compiled.
-        loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, or a tuple that begins
-            with it. One that returns other tensors too, or has graph breaks, runs as a loop.
+        loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, alone, first in a tuple,
+            or as `loss` in a mapping. What else it returns is in `step.outputs` afterwards, without a graph. A loss
+            function with graph breaks runs as a loop.
         optimizer: steps inside the program, module by module, if it is one of torch that treats every parameter by
             itself, else at the end; None leaves gradients in `.grad`, added to what is there.
         microbatches: into how many parts of equal size a batch is split.

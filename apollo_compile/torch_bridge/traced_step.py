@@ -14,9 +14,11 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.trees import map_tensors
 
-TracedStep = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[torch.Tensor, Sequence[torch.Tensor]]]
-"""Takes the micro-batches and their weights; returns the weighted sum of the losses and its gradients."""
+TracedStep = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[Sequence[Any], Sequence[torch.Tensor]]]
+"""Takes the micro-batches and their weights; returns what the loss function returned, by micro-batch, without graphs,
+and the gradients of the weighted sum of the losses."""
 
 
 def is_compile_error(error: Exception) -> bool:
@@ -32,34 +34,34 @@ def describe_compile_error(error: Exception) -> str:
 
 
 def compile_traced_step(
-    loss_of: Callable[[Any], torch.Tensor], parameters: Sequence[torch.Tensor], settings: Mapping[str, Any]
+    call_loss: Callable[[Any], tuple[torch.Tensor, Any]],
+    parameters: Sequence[torch.Tensor],
+    settings: Mapping[str, Any],
 ) -> TracedStep:
-    """Return the loss and the gradients of a step, compiled by Inductor as one graph when it is first called.
+    """Return losses and gradients of a step, compiled by Inductor as one graph when it is first called.
 
     Arguments:
-        loss_of: returns the loss of a micro-batch.
+        call_loss: returns the loss of a micro-batch, and all that the loss function returned.
         parameters: what gets gradients; all of them are used.
         settings: of Inductor, by their names in `torch._inductor.config`.
     """
 
-    def run(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        total: torch.Tensor | None = None
+    def run(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        outputs = []
         gradients: Sequence[torch.Tensor] | None = None
         for part, weight in zip(parts, weights, strict=True):
-            loss = loss_of(part) * weight
-            made = torch.autograd.grad(loss, parameters)
-            loss = loss.detach()
-            total = loss if total is None else total + loss
+            loss, returned = call_loss(part)
+            made = torch.autograd.grad(loss * weight, parameters)
+            outputs.append(map_tensors(torch.Tensor.detach, returned))
             gradients = made if gradients is None else [a + b for a, b in zip(gradients, made, strict=True)]
-        assert total is not None
         assert gradients is not None
-        return total, gradients
+        return outputs, gradients
 
     compiled = compile_apart(run, fullgraph=True, dynamic=False, options=dict(settings))
 
-    def call(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    def call(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         with torch._dynamo.config.patch(trace_autograd_ops=True):
-            made: tuple[torch.Tensor, Sequence[torch.Tensor]] = compiled(parts, weights)
+            made: tuple[Sequence[Any], Sequence[torch.Tensor]] = compiled(parts, weights)
             return made
 
     return call

@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """Return the leaves of nested lists, tuples and mappings, in order."""
     return list(pytree.tree_leaves(tree))
+
+
+def count_tensors(tree: Any) -> int:
+    """Return the number of different tensors in a tree."""
+    return len({id(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)})
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return a tree with the results of a function for all tensors; Dynamo traces it."""
+    return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def map_together(function: Callable[..., Any], trees: Sequence[Any]) -> Any:
+    """Return a tree with the results of a function for the leaves of trees of one structure."""
+    return pytree.tree_map(function, *trees)
 
 
 def flatten(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]], Any]]:

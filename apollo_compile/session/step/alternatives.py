@@ -24,6 +24,7 @@ from apollo_compile.progress import Progress
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
+from apollo_compile.session.step.returned import detach, find_loss, loss_in
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
 
@@ -51,10 +52,10 @@ class Alternative(Protocol):
     def is_ready(self) -> bool:
         """Whether everything is compiled, and nothing is being decided any more."""
 
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
-        """Leave the gradients of these micro-batches; return the weighted sum of their losses.
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
+        """Leave the gradients of these micro-batches; return what the loss function returned for each of them.
 
-        Clipping and the optimizer are the caller's. The loss is None where nothing could be learned of these
+        Clipping and the optimizer are the caller's. It returns None where nothing could be learned of these
         micro-batches and nothing has changed: this step is a loop.
 
         Raises:
@@ -63,15 +64,15 @@ class Alternative(Protocol):
 
 
 class EagerLoop:
-    """The loop over micro-batches without a compiler; `loss_of` returns the loss of one."""
+    """The loop over micro-batches without a compiler; `call` is the loss function of one."""
 
-    def __init__(self, loss_of: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(self, call: Callable[[Any], Any]) -> None:
         self.is_ready = True
-        self._loss_of = loss_of
+        self._call = call
 
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
         """Take a step; see `Alternative`."""
-        return weighted_sum(add_gradients(self._loss_of, parts, weights), weights)
+        return add_gradients(self._call, parts, weights)
 
 
 class TracedStep:
@@ -82,7 +83,7 @@ class TracedStep:
 
     Arguments:
         program: of the same step; of those that `reason_against_traced` has nothing against.
-        loss_of: returns the loss of a micro-batch, not compiled.
+        call: the loss function of a micro-batch, not compiled.
         compiled: the same, compiled.
         settings: of Inductor, by their names in `torch._inductor.config`.
         compile_ns: approximate time that the compile takes.
@@ -91,8 +92,8 @@ class TracedStep:
     def __init__(
         self,
         program: StepProgram,
-        loss_of: Callable[[Any], torch.Tensor],
-        compiled: Callable[[Any], torch.Tensor],
+        call: Callable[[Any], Any],
+        compiled: Callable[[Any], Any],
         settings: Mapping[str, Any],
         compile_ns: int,
     ) -> None:
@@ -100,21 +101,21 @@ class TracedStep:
         self._program = program
         self._compiled = compiled
         self._compile_ns = compile_ns
-        self._run = compile_traced_step(loss_of, program.parameters, settings)
+        self._run = compile_traced_step(partial(_call_loss, call), program.parameters, settings)
 
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
         """Take a step; see `Alternative`."""
         made = self._call(parts, weights) if self.is_ready else self._prove(parts, weights)
         if made is None:
             return None
-        loss, gradients = made
+        returned, gradients = made
         parameters = self._program.parameters
         leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
-        return loss
+        return returned
 
     def _prove(
         self, parts: Sequence[Any], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
+    ) -> tuple[Sequence[Any], Sequence[torch.Tensor]] | None:
         """Compile it, and take a step that is the loop's; None where the loop's gradients are not finite.
 
         Raises:
@@ -128,16 +129,16 @@ class TracedStep:
         try:
             with Progress(f"compiling {program.name} as one graph", expected_ns=self._compile_ns) as progress:
                 progress.at("Inductor, to be compared with the program,")
-                loss, gradients = self._call(parts, weights)
+                returned, gradients = self._call(parts, weights)
             if not torch.equal(torch.get_rng_state(), drawn):
                 raise CandidateError("it draws other random numbers than the loop")
             self.is_ready = agree(gradients, expected)
         finally:
             if not self.is_ready:
                 before.restore()
-        return (loss, gradients) if self.is_ready else None
+        return (returned, gradients) if self.is_ready else None
 
-    def _call(self, parts: Sequence[Any], weights: Sequence[float]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    def _call(self, parts: Sequence[Any], weights: Sequence[float]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         try:
             return self._run(parts, [torch.tensor(weight, dtype=self._program.micro.loss_dtype) for weight in weights])
         except Exception as error:  # of a compile, which guards may ask for in any step
@@ -162,24 +163,19 @@ class _Snapshot:
                 buffer.copy_(before)
 
 
-def add_gradients(
-    loss_of: Callable[[Any], torch.Tensor], parts: Sequence[Any], weights: Sequence[float]
-) -> list[torch.Tensor]:
-    """Add the gradients of all micro-batches, one after the other; return their losses."""
-    losses = []
+def add_gradients(call: Callable[[Any], Any], parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
+    """Add the gradients of all micro-batches, one after the other; return what the loss function returned for each."""
+    outputs = []
     for part, weight in zip(parts, weights, strict=True):
-        loss = loss_of(part)
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    return losses
+        returned = call(part)
+        (loss_in(returned) * weight).backward()  # type: ignore[no-untyped-call]
+        outputs.append(detach(returned))
+    return outputs
 
 
-def weighted_sum(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return the sum of losses, each times its weight, from the first to the last."""
-    total = losses[0] * weights[0]
-    for loss, weight in zip(losses[1:], weights[1:], strict=True):
-        total = total + loss * weight
-    return total
+def _call_loss(call: Callable[[Any], Any], part: Any) -> tuple[torch.Tensor, Any]:
+    returned = call(part)
+    return find_loss(returned), returned
 
 
 def keeps_order(micro: MicroBatchGraphs) -> bool:
@@ -219,7 +215,7 @@ def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequ
 
 
 def gradients_of_loop(
-    loss_of: Callable[[Any], torch.Tensor],
+    call: Callable[[Any], Any],
     parts: Sequence[Any],
     weights: Sequence[float],
     parameters: Sequence[torch.Tensor],
@@ -227,7 +223,7 @@ def gradients_of_loop(
     """Return the gradients that `add_gradients` would add."""
     total: Sequence[torch.Tensor] | None = None
     for part, weight in zip(parts, weights, strict=True):
-        made = gradients_of(loss_of(part) * weight, parameters)
+        made = gradients_of(loss_in(call(part)) * weight, parameters)
         total = made if total is None else [a + b for a, b in zip(total, made, strict=True)]
     assert total is not None
     return total
@@ -264,15 +260,15 @@ def _norm_of(gradient: torch.Tensor) -> float:
 
 def make_alternatives(
     program: StepProgram,
-    loss_of: Callable[[Any], torch.Tensor],
-    compiled: Callable[[Any], torch.Tensor],
+    call: Callable[[Any], Any],
+    compiled: Callable[[Any], Any],
     config: Config,
 ) -> Mapping[Variant, Callable[[], Alternative]]:
     """Return functions that make the alternatives to a program, by variant.
 
     Arguments:
         program: of the same step.
-        loss_of: returns the loss of a micro-batch, not compiled.
+        call: the loss function of a micro-batch, not compiled.
         compiled: the same, compiled.
         config: its options apply.
     """
@@ -281,10 +277,10 @@ def make_alternatives(
         inductor["fallback_random"] = True
     alternatives: dict[Variant, Callable[[], Alternative]] = {}
     if not (keeps_order(program.micro) or is_autocast_on(program.micro.device)):
-        alternatives[Variant.EAGER] = partial(EagerLoop, loss_of)
+        alternatives[Variant.EAGER] = partial(EagerLoop, call)
     reason = reason_against_traced(program)
     if reason is None:
-        alternatives[Variant.TRACED] = partial(TracedStep, program, loss_of, compiled, inductor, compile_ns(program))
+        alternatives[Variant.TRACED] = partial(TracedStep, program, call, compiled, inductor, compile_ns(program))
     else:
         _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
     return alternatives

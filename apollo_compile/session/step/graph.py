@@ -97,7 +97,7 @@ def compose_micro_batches(
         wiring.graphs,
         wiring.calls,
         inputs=wiring.inputs,
-        outputs=[*wiring.losses, *wiring.gradients.values()],
+        outputs=[*wiring.returned, *wiring.gradients.values()],
         ordered=wiring.ordered,
     )
     places = {value: place for place, value in enumerate(wiring.inputs)}
@@ -157,7 +157,8 @@ class _Wiring:
         self.bodies: list[CompiledBody] = []
         """Of all other graphs."""
         self.calls: list[Call] = []
-        self.losses: list[str] = []
+        self.returned: list[str] = []
+        """What the loss function returns, micro-batch by micro-batch."""
         self.gradients: dict[int, str] = {}
         """By place of the parameter."""
 
@@ -235,7 +236,7 @@ class _Wiring:
         takes = [self._name_of_input(place, part) for place in range(micro.num_inputs)]
         values = dict(zip(names_of(forward, forward.inputs), takes, strict=True))
         self.calls.append(_call(0, micro.forward, Phase.FORWARD, label, takes, values))
-        self.losses.append(values[_name(forward, forward.outputs[micro.loss])])
+        self.returned += [values[_name(forward, forward.outputs[place])] for place in micro.returned]
         reads = [
             f"weight@{part}" if name.startswith(TANGENT) else values[name]
             for name in names_of(backward, backward.inputs)

@@ -102,7 +102,13 @@ class Linker:
         try:
             if graph.num_links > MAX_LINKS:
                 raise UnsupportedGraphError("the parameters of the model are replaced again and again")
-            graph.micro = find_micro(graph.model, graph.inputs, owned_by(self._model), graph.loss_dtype)
+            if len(graph.dtypes) != graph.num_returned:
+                raise UnsupportedGraphError(
+                    "the loss function keeps tensors besides those that it returns, or the model assigns some"
+                )
+            graph.micro = find_micro(
+                graph.model, graph.inputs, owned_by(self._model), dtypes=graph.dtypes, loss=graph.loss
+            )
         except UnsupportedGraphError as error:
             graph.refusal = str(error)
             raise

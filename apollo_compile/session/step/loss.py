@@ -11,22 +11,22 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from apollo_compile.errors import TargetError
 from apollo_compile.reports.values import State
 from apollo_compile.session.backend import compile_dynamo_graph
 from apollo_compile.session.step.linking import STAYS, owned_by
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
+from apollo_compile.session.step.returned import detach_others
 from apollo_compile.session.step.split import kind_of
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
+from apollo_compile.torch_bridge.trees import count_tensors
 
 _logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[nn.Module, Any], Any]
-"""`loss_fn(model, micro_batch)` returns the loss, or a tuple that begins with it."""
+"""`loss_fn(model, micro_batch)` returns the loss, a tuple that begins with it, or a mapping that has it as `loss`."""
 
 FREQUENT = 3
 """Steps of a kind of micro-batch after which it gets a graph of its own; others share one for all sizes."""
@@ -63,10 +63,10 @@ class CompiledLoss:
         weakref.finalize(self, _unlink, self.graphs).atexit = False
 
         def loss_of(part: Any) -> Any:
-            return loss_fn(model, part)
+            return detach_others(loss_fn(model, part))
 
         def loss_of_any(part: Any) -> Any:  # a code object of its own, whose compiles count apart
-            return loss_fn(model, part)
+            return detach_others(loss_fn(model, part))
 
         # Dynamo keeps backends for good.
         backend = partial(_compile_and_note, weakref.ref(self.notes), options)
@@ -79,7 +79,10 @@ class CompiledLoss:
         if not self._has_own_graph(part):
             return self._in_pieces(part)
         try:
-            return self.call(part)
+            returned = self.call(part)
+            if self.notes.latest is not None:
+                self.notes.latest.num_returned = count_tensors(returned)
+            return returned
         except Exception as error:  # of a compile, before anything ran
             problem, is_hit = problem_of(error), is_limit_hit(error)
             if problem is None:
@@ -113,19 +116,21 @@ class CompiledLoss:
         self._graph_of[key] = graph
         self.graphs.add(graph)
 
-    def note_inputs(self, parts: Sequence[Any], graph: LossGraph) -> Sequence[Noted] | None:
-        """Return the inputs that Dynamo gives to the graph for every micro-batch; None where it calls another one."""
+    def note_inputs(self, parts: Sequence[Any], graph: LossGraph) -> tuple[Sequence[Noted], Sequence[Any]] | None:
+        """Return the inputs that Dynamo gives to the graph, and what the loss function returned, by micro-batch.
+
+        None where Dynamo calls another graph.
+        """
         with self.notes.noting() as noted:
             try:
-                for part in parts:
-                    self.call(part)
+                returned = [self.call(part) for part in parts]
             except NotLinkedError:
                 return None
             except Exception as error:
                 if problem_of(error) is None:
                     raise
                 return None  # the loop runs this one in pieces
-        return None if any(each.graph is not graph for each in noted) else noted
+        return None if any(each.graph is not graph for each in noted) else (noted, returned)
 
     @property
     def waiting(self) -> list[State]:
@@ -147,22 +152,6 @@ class CompiledLoss:
                 len(self.graphs),
             )
         self._is_full = True
-
-
-def loss_in(returned: Any) -> torch.Tensor:
-    """Return the loss that a loss function returned.
-
-    Raises:
-        TargetError: it is no tensor without dimensions, nor a tuple that begins with one.
-    """
-    loss = returned[0] if isinstance(returned, tuple | list) else returned
-    if not isinstance(loss, torch.Tensor) or loss.dim():
-        shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-        raise TargetError(
-            f"the loss function returned a {type(loss).__name__}{shape} as the loss; expected a tensor without "
-            "dimensions, or a tuple that begins with one"
-        )
-    return loss
 
 
 def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:

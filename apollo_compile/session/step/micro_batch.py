@@ -79,8 +79,10 @@ class MicroBatchGraphs:
     """Inputs of the forward that all micro-batches share, by place: parameters and buffers."""
     num_inputs: int
     """Of the forward."""
+    returned: Sequence[int]
+    """Places of what the loss function returns among the outputs of the forward."""
     loss: int
-    """Place of the loss among the outputs of the forward."""
+    """Place of the loss among `returned`."""
     loss_dtype: torch.dtype
     parameters: Mapping[int, torch.Tensor] = field(init=False)
     """What gets gradients, by its place among the inputs of the forward."""
@@ -106,7 +108,12 @@ class MicroBatchGraphs:
 
 
 def find_micro(
-    model: CompiledModel, inputs: Sequence[object], owned: Collection[int], loss_dtype: torch.dtype
+    model: CompiledModel,
+    inputs: Sequence[object],
+    owned: Collection[int],
+    *,
+    dtypes: Sequence[torch.dtype],
+    loss: int,
 ) -> MicroBatchGraphs:
     """Return the graphs of a micro-batch that was trained on.
 
@@ -114,7 +121,8 @@ def find_micro(
         model: what was compiled for the loss of a micro-batch.
         inputs: with which Dynamo called it last.
         owned: ids of the module's parameters and buffers.
-        loss_dtype: of the loss.
+        dtypes: of the outputs of the Dynamo graph.
+        loss: place of the loss among them.
 
     Raises:
         UnsupportedGraphError: they cannot be linked, with the reason.
@@ -133,7 +141,8 @@ def find_micro(
         raise UnsupportedGraphError(f"{model.name} has {unsafe}, which no CUDA graph may hold")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
-    return join_graphs(model.name, GraphCode.of(forward), GraphCode.of(backward), inputs, owned, loss_dtype)
+    codes = GraphCode.of(forward), GraphCode.of(backward)
+    return join_graphs(model.name, *codes, inputs, owned, dtypes=dtypes, loss=loss)
 
 
 def join_graphs(
@@ -142,7 +151,9 @@ def join_graphs(
     backward: GraphCode,
     inputs: Sequence[object],
     owned: Collection[int],
-    loss_dtype: torch.dtype = torch.float32,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    loss: int = 0,
 ) -> MicroBatchGraphs:
     """Return forward and backward as the graphs of one micro-batch; arguments are as for `find_micro`.
 
@@ -167,18 +178,25 @@ def join_graphs(
     tangents = [value for value in names_of(other, other.inputs) if value.startswith(TANGENT)]
     if len(tangents) != 1:
         raise UnsupportedGraphError(f"{len(tangents)} outputs of the loss function need gradients; expected the loss")
-    if len(forward.contract.user_outputs) != 1:
+    returned = sorted(forward.contract.user_outputs)
+    if len(returned) != len(dtypes):
         raise UnsupportedGraphError(
-            "the loss function returns other tensors besides the loss, or the model assigns some"
+            f"the forward returns {len(returned)} tensors to the caller where Dynamo expects {len(dtypes)}: some of "
+            "them share memory"
         )
     known = {*names_of(graph, graph.inputs), *names_of(graph, graph.outputs), *tangents}
     if unknown := set(names_of(other, other.inputs)) - known:
         raise UnsupportedGraphError(f"the backward reads {sorted(unknown)[0]}, which the forward does not return")
     if None in (forward.contract.written_inputs, backward.contract.written_inputs):
         raise UnsupportedGraphError(f"{name} writes to other tensors than its inputs")
-    (loss,) = forward.contract.user_outputs
     return MicroBatchGraphs(
-        forward=forward, backward=backward, state=state, num_inputs=len(tensors), loss=loss, loss_dtype=loss_dtype
+        forward=forward,
+        backward=backward,
+        state=state,
+        num_inputs=len(tensors),
+        returned=returned,
+        loss=loss,
+        loss_dtype=dtypes[loss],
     )
 
 

@@ -2,8 +2,8 @@
 
 Note [guards]: for every micro-batch the compiled loss function is called, so Dynamo checks its guards and looks up
 parameters, buffers and whatever else the code refers to; but the graph that it calls only notes its inputs, and returns
-a loss that gets its value when the program has run. Where Dynamo calls another graph than the one that was linked, or
-compiles one, the step is a loop.
+outputs that get their values when the program has run. Where Dynamo calls another graph than the one that was linked,
+or compiles one, the step is a loop.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ class LossGraph:
     notes: weakref.ref[Notes]
     inputs: tuple[Any, ...] | None = None
     """Of its latest run, until it is known whether it can be linked; only tensors of the model have data."""
-    loss_dtype: torch.dtype = torch.float32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where its loss is."""
+    dtypes: Sequence[torch.dtype] = ()
+    """Of its outputs."""
+    loss: int = 0
+    """Place of the loss among them, the one that has a graph."""
+    num_returned: int = 0
+    """Tensors that the loss function returned; outputs besides them are kept by it, or assigned by the model."""
     input_tracker: InputTracker = field(default_factory=InputTracker)
     """What it was given in steps that were loops until programs were linked."""
     is_decided: bool = False
@@ -90,11 +93,11 @@ class LossGraph:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What one call of a graph was given, and the loss that it returned, which has no value yet."""
+    """What one call of a graph was given, and the outputs that it returned, which have no values yet."""
 
     graph: LossGraph
     inputs: Sequence[Any]
-    loss: torch.Tensor
+    outputs: Sequence[torch.Tensor]
 
 
 class Notes:
@@ -133,13 +136,15 @@ class Notes:
                 graph.input_tracker.note(self._step, _tensors_besides(inputs, owned))
                 if not graph.is_decided:
                     graph.inputs = _without_batch(inputs, owned)
-                    graph.loss_dtype, graph.device = outputs[0].dtype, outputs[0].device
+                    graph.dtypes = [output.dtype for output in outputs]
+                    graph.loss = next((place for place, each in enumerate(outputs) if each.requires_grad), 0)
             return outputs
         if graph.micro is None:
             raise NotLinkedError
-        loss = torch.full((), torch.nan, dtype=graph.loss_dtype, device=graph.device)
-        self._noted.append(Noted(graph, inputs, loss))
-        return (loss,)
+        device = graph.micro.device
+        outputs = tuple(torch.empty(0, dtype=dtype, device=device) for dtype in graph.dtypes)
+        self._noted.append(Noted(graph, inputs, outputs))
+        return outputs
 
 
 def _tensors_besides(inputs: Sequence[Any], owned: Collection[int]) -> dict[int, torch.Tensor]:

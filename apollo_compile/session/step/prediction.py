@@ -18,6 +18,7 @@ from apollo_compile.ir import Role
 from apollo_compile.session.dry_run import DryRun, trace
 from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import GraphCode, join_graphs
+from apollo_compile.session.step.returned import detach_others
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
@@ -65,7 +66,7 @@ def predict_step(
             ((parts[0],), {}),
             config,
             profile,
-            uses=lambda copied: lambda part: loss_fn(copied, part),
+            uses=lambda copied: lambda part: detach_others(loss_fn(copied, part)),
             fullgraph=True,
         )
     except Exception as error:
@@ -98,7 +99,9 @@ def _plan(
         for role in (Role.FORWARD, Role.BACKWARD)
     )
     inputs = dry_run.inputs[name]
-    micro = join_graphs(name, forward, backward, inputs, {id(each) for each in inputs if dry_run.owns(each)})
+    owned = {id(each) for each in inputs if dry_run.owns(each)}
+    dtypes = [torch.float32] * len(forward.contract.user_outputs)  # which no plan depends on
+    micro = join_graphs(name, forward, backward, inputs, owned, dtypes=dtypes)
     steps_inside = optimizer is not None and StepInParts.problem_of(optimizer) is None
     step = compose_micro_batches(
         micro,

@@ -1,6 +1,6 @@
 """A training step as one program: micro-batches in; losses, gradients and updated parameters out.
 
-link_step(micro, step graph, ...) -> StepProgram;    StepProgram.run(inputs, weights) -> losses, gradients
+link_step(micro, step graph, ...) -> StepProgram;    StepProgram.run(inputs, weights) -> outputs, gradients
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class StepProgram:
     def name(self) -> str:
         """Return the name of the step."""
         return self.variants.compilation.capture.name
+
+    @property
+    def _num_returned(self) -> int:
+        return self.num_micro_batches * len(self.micro.returned)
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -116,7 +120,9 @@ class StepProgram:
     def run(
         self, inputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Return the losses of the micro-batches, and the gradients of their weighted sum by parameter.
+        """Return what the loss function returns, micro-batch by micro-batch, and gradients by parameter.
+
+        Gradients are those of the weighted sum of the losses.
 
         Arguments:
             inputs: of the forward of every micro-batch.
@@ -140,10 +146,10 @@ class StepProgram:
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self._run_variant(given)
-            made = [gradient for gradient in outputs[self.num_micro_batches :] if gradient is not None]
+            made = [gradient for gradient in outputs[self._num_returned :] if gradient is not None]
             if variant not in self._copied:
                 self._copied[variant] = find_shared(made, self.parameters, taken)
-            return outputs[: self.num_micro_batches], own_gradients(made, self.parameters, self._copied[variant])
+            return outputs[: self._num_returned], own_gradients(made, self.parameters, self._copied[variant])
 
     def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the current variant; an error says which parameters had been updated."""
@@ -181,7 +187,7 @@ def load_step(micro: MicroBatchGraphs, step: StepGraph, *, target: Target, confi
         static_inputs=frozenset(range(len(micro.state))),
         stable_inputs=step.stable,
         written_inputs=step.written,
-        user_outputs=frozenset(range(step.num_micro_batches)),  # losses; gradients end with the step
+        user_outputs=frozenset(range(step.num_micro_batches * len(micro.returned))),  # gradients end with the step
         unsafe=micro.forward.contract.unsafe or micro.backward.contract.unsafe,
     )
     code = Code(bodies=tuple(step.bodies), contract=contract, is_all_or_nothing=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -42,6 +43,18 @@ def split_evenly(batch: Any, count: int) -> Sequence[Any]:
     _refuse_lists(batch, min(sizes), count)
     pieces = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else count * (leaf,) for leaf in leaves]
     return [unflatten(part) for part in zip(*pieces, strict=True)]
+
+
+def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
+    """Return the weights of micro-batches, which sum to one; equal weights where `weigh` is None.
+
+    Raises:
+        TargetError: they have no sum to divide by.
+    """
+    counts = [1.0 if weigh is None else float(weigh(part)) for part in parts]
+    if not sum(counts) or not math.isfinite(sum(counts)):
+        raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a finite sum other than zero")
+    return [count / sum(counts) for count in counts]
 
 
 def kind_of(parts: Sequence[Any]) -> Hashable | None:

@@ -15,7 +15,6 @@ the end.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from torch import nn
 
 from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.config import load_config
-from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
+from apollo_compile.errors import CaptureError, NotReplayedError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.alternatives import (
@@ -36,13 +35,13 @@ from apollo_compile.session.step.alternatives import (
     add_gradients,
     is_autocast_on,
     make_alternatives,
-    weighted_sum,
 )
 from apollo_compile.session.step.linking import Linker
-from apollo_compile.session.step.loss import CompiledLoss, LossFunction, loss_in
+from apollo_compile.session.step.loss import CompiledLoss, LossFunction
 from apollo_compile.session.step.notes import LossGraph, Noted
 from apollo_compile.session.step.program import StepProgram, leave_gradients
-from apollo_compile.session.step.split import Split, Weigh
+from apollo_compile.session.step.returned import combine, detach_others, loss_in, weighted_sum
+from apollo_compile.session.step.split import Split, Weigh, weigh_parts
 from apollo_compile.session.step.tuning import StepTuner
 
 _logger = logging.getLogger(__name__)
@@ -83,6 +82,9 @@ class Step:
         }
         self._num_steps = 0
         self._num_micro_batches = microbatches
+        self._returned: Sequence[Any] = ()
+        """What the loss function returned for every micro-batch of the latest step, without graphs."""
+        self._weights: Sequence[float] = ()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take one step; return the weighted mean of the losses, without a graph.
@@ -91,7 +93,22 @@ class Step:
             TargetError: the batch cannot be split, weights have no sum to divide by, or no loss is returned.
             Exception: whatever the model, the loss function or the optimizer raises.
         """
-        return self._take(list(self._split(batch, self._num_micro_batches)))
+        parts = list(self._split(batch, self._num_micro_batches))
+        weights = weigh_parts(parts, self._weigh)
+        self._returned, self._weights = self._take(parts, weights), weights
+        return weighted_sum([loss_in(each) for each in self._returned], weights)
+
+    @property
+    def outputs(self) -> Any:
+        """What the loss function returned in the latest step, without graphs; None before the first step.
+
+        Of one micro-batch it is that. Of several it has the same structure: floating-point tensors without dimensions
+        are means by the weights of the micro-batches, all other tensors are stacked along a new first dimension.
+
+        Raises:
+            TargetError: the loss function returned other structures or shapes for some micro-batches.
+        """
+        return combine(self._returned, self._weights) if self._returned else None
 
     def __reduce__(self) -> tuple[Callable[..., Step], tuple[Any, ...]]:
         """Copy or pickle what it was made of: copies of model and optimizer get a step of their own."""
@@ -128,10 +145,12 @@ class Step:
 
     # -------------------------------------------------------------------------------------------- taking a step
 
-    def _take(self, parts: Sequence[Any]) -> torch.Tensor:
-        """Take a step of these micro-batches, and link what it ran if that is to be a program."""
+    def _take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
+        """Take a step of these micro-batches, and link what it ran if that is to be a program.
+
+        Return what the loss function returned, by micro-batch.
+        """
         self._num_steps += 1
-        weights = self._weights_of(parts)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         key, expected = self._loss.note_step(parts)
@@ -141,28 +160,28 @@ class Step:
         if expected is not None and isinstance(tuner, StepTuner):
             variant = tuner.begin_step(self._num_steps)
             begin = time.perf_counter_ns()
-            loss = self._run(variant, tuner, expected, parts, weights)
-            if loss is not None:
+            returned = self._run(variant, tuner, expected, parts, weights)
+            if returned is not None:
                 tuner.record(time.perf_counter_ns() - begin)
-                return loss
+                return returned
             if variant is not Variant.LOOP:
                 tuner.spoil()
         begin = time.perf_counter_ns()
         self._loss.notes.begin_loop(self._num_steps, len(parts))
-        loss = self._run_loop(parts, weights)
+        returned = self._run_loop(parts, weights)
         graph = self._loss.notes.latest
         if graph is None or key is None:  # micro-batches that are not alike have no program
-            return loss
+            return returned
         if graph is expected and isinstance(tuner, StepTuner) and variant is Variant.LOOP:
             tuner.record(time.perf_counter_ns() - begin)
         self._loss.note_graph(key, graph)
         if len(parts) not in graph.outcomes and graph.is_ready:
             graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_alternatives)
-        return loss
+        return returned
 
     def _run(
         self, variant: Variant, tuner: StepTuner, graph: LossGraph, parts: Sequence[Any], weights: Sequence[float]
-    ) -> torch.Tensor | None:
+    ) -> Sequence[Any] | None:
         """Take the step as this variant; None where that is a loop, or has to be one this time."""
         if variant is Variant.LOOP:
             return None
@@ -175,14 +194,15 @@ class Step:
             return None  # autocast would keep copies of weights from step to step
         if variant is Variant.EAGER:  # which needs no guards
             return self._run_alternative(variant, tuner, parts, weights)
-        noted = self._note_inputs(parts, tuner, graph)
-        if noted is None:
+        found = self._note_inputs(parts, tuner, graph)
+        if found is None:
             return None
+        noted, returned = found
         if variant in ALTERNATIVES:  # guards of a traced step know nothing of parameters that get gradients only now
             return self._run_alternative(variant, tuner, parts, weights)
         try:
             program.variants.use(variant)
-            losses, gradients = program.run([each.inputs for each in noted], weights)
+            outputs, gradients = program.run([each.inputs for each in noted], weights)
         except NotReplayedError as error:
             tuner.hold_back(str(error))
             return None
@@ -191,19 +211,23 @@ class Step:
                 raise
             tuner.drop(variant, error)
             return None
-        for each, loss in zip(noted, losses, strict=True):  # the loss function may have kept it
-            each.loss.copy_(loss)
+        placeholders = [output for each in noted for output in each.outputs]
+        for placeholder, output in zip(placeholders, outputs, strict=True):  # the loss function may have kept it, too
+            placeholder.set_(output)  # type: ignore[call-overload]
         tuner.held_back = None
         leave_gradients(program.parameters, gradients)
         if program.optimizer is None and self._optimizer is not None:
             self._optimizer.step()
-        return weighted_sum(losses, weights)
+        return returned
 
-    def _note_inputs(self, parts: Sequence[Any], tuner: StepTuner, graph: LossGraph) -> Sequence[Noted] | None:
-        """Return the inputs of the program; None where Dynamo calls another graph, or they are others than expected."""
-        noted = self._loss.note_inputs(parts, graph)
-        if noted is None:
+    def _note_inputs(
+        self, parts: Sequence[Any], tuner: StepTuner, graph: LossGraph
+    ) -> tuple[Sequence[Noted], Sequence[Any]] | None:
+        """Return inputs and outputs without values; None where Dynamo calls another graph, or with other inputs."""
+        found = self._loss.note_inputs(parts, graph)
+        if found is None:
             return None
+        noted, _ = found
         given = [each.inputs for each in noted]
         if not tuner.program.takes(given):
             graph.unlink()
@@ -215,45 +239,42 @@ class Step:
         if (reason := tuner.program.reason_against(given)) is not None:
             tuner.hold_back(reason)
             return None
-        return noted
+        return found
 
     def _run_alternative(
         self, variant: Variant, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]
-    ) -> torch.Tensor | None:
+    ) -> Sequence[Any] | None:
         """Take the step with an alternative to the program; None where that cannot be compiled."""
         alternative = tuner.get_alternative(variant)
         try:
-            loss = alternative.take(parts, weights)
+            returned = alternative.take(parts, weights)
         except CandidateError as error:
             tuner.drop_alternative(variant, error)
             return None
         tuner.held_back = None
-        if loss is not None:
+        if returned is not None:
             self._finish()
-        return loss
+        return returned
 
     def _make_alternatives(self, program: StepProgram) -> Mapping[Variant, Callable[[], Alternative]]:
         """Return functions that make the alternatives to a program; none keeps this step alive when users drop it."""
-        loss_of, compiled = partial(_loss_of, self._loss_fn, self._model), partial(_compute_loss, self._loss.call)
-        return make_alternatives(program, loss_of, compiled, self.config)
+        call = partial(_call_loss, self._loss_fn, self._model)
+        return make_alternatives(program, call, self._loss.call, self.config)
 
-    def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+    def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
+        returned: Sequence[Any] | None
         try:
-            losses = self._add_gradients(parts, weights)
+            returned = add_gradients(self._loss.compute, parts, weights)
         except torch.OutOfMemoryError:
             if self._optimizer is None or not self._give_way():  # gradients from before the step would be lost
                 raise
-            losses = None
-        if losses is None:  # not in the handler, which holds what failed
+            returned = None
+        if returned is None:  # not in the handler, which holds what failed
             assert self._optimizer is not None
             self._optimizer.zero_grad()
-            losses = self._add_gradients(parts, weights)
+            returned = add_gradients(self._loss.compute, parts, weights)
         self._finish()
-        return weighted_sum(losses, weights)
-
-    def _add_gradients(self, parts: Sequence[Any], weights: Sequence[float]) -> list[torch.Tensor]:
-        """Add gradients of all micro-batches; return their losses."""
-        return add_gradients(lambda part: loss_in(self._loss.compute(part)), parts, weights)
+        return returned
 
     def _give_way(self) -> bool:
         """Release the CUDA graphs of programs for a loop that finds no memory; return whether there are any."""
@@ -277,16 +298,6 @@ class Step:
             self._has_stepped = True
             self._optimizer.step()
 
-    def _weights_of(self, parts: Sequence[Any]) -> Sequence[float]:
-        counts = [1.0 if self._weigh is None else float(self._weigh(part)) for part in parts]
-        if not sum(counts) or not math.isfinite(sum(counts)):
-            raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a finite sum other than zero")
-        return [count / sum(counts) for count in counts]
 
-
-def _compute_loss(compiled: Callable[[Any], Any], part: Any) -> torch.Tensor:
-    return loss_in(compiled(part))
-
-
-def _loss_of(loss_fn: LossFunction, model: nn.Module, part: Any) -> torch.Tensor:
-    return loss_in(loss_fn(model, part))
+def _call_loss(loss_fn: LossFunction, model: nn.Module, part: Any) -> Any:
+    return detach_others(loss_fn(model, part))

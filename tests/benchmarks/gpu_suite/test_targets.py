@@ -40,7 +40,7 @@ def result(
         name=name,
         note=note,
         first_step_s=9.0,
-        warm_up={"trace": [(10**9 * number, 9e6 if number >= close_after else 2e7) for number in range(1, 9)]},
+        warm_up={"trace": [(10**9 * number, 6.5e6 if number >= close_after else 2e7) for number in range(1, 9)]},
         losses=list(losses),
         memory={"warm_bytes": warm_bytes},
         launch={"host_ns": host_ns, "device_ns": round(ms * 9e5)},

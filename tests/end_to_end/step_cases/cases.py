@@ -74,6 +74,7 @@ class Training:
         for part, count in zip(parts, counts, strict=True):
             returned = self.loss_fn(self.model, part)
             loss = returned[0] if isinstance(returned, tuple) else returned
+            loss = loss["loss"] if isinstance(loss, dict) else loss
             (loss * (count / sum(counts))).backward()
             losses.append(loss.detach())
         if self.clip_grad_norm is not None:

@@ -168,7 +168,7 @@ def a_line_is_logged(model: nn.Module, batch: Batch) -> torch.Tensor:
     return mse(model, batch)
 
 
-@loss(**loop("returns other tensors besides the loss"))
+@loss(**loop("keeps tensors besides those that it returns"))
 def the_loss_is_kept(model: nn.Module, batch: Batch) -> torch.Tensor:
     """In a list, detached."""
     loss = mse(model, batch)
@@ -274,7 +274,7 @@ def a_parameter_of_the_loss_function() -> Training:
     )
 
 
-@loss(**loop("other tensors besides the loss"))
+@loss()
 def a_tuple_that_begins_with_the_loss(model: nn.Module, batch: Batch) -> Any:
     """And ends with scores."""
     out = model(batch["x"])
@@ -287,7 +287,12 @@ add(
     loss=lambda m, batch: mse(m, batch)[None],
     **refused("returned a Tensor of shape \\[1\\] as the loss"),
 )
-add("a dictionary of losses", loss=lambda m, batch: {"loss": mse(m, batch)}, **refused("returned a dict as the loss"))
+add("a dictionary that has the loss", loss=lambda m, batch: {"loss": mse(m, batch), "size": batch["x"].shape[0]})
+add(
+    "a dictionary without a loss",
+    loss=lambda m, batch: {"mse": mse(m, batch)},
+    **refused("returned a dict as the loss"),
+)
 add("a number of python", loss=lambda m, batch: 1.0, **refused("returned a float as the loss"))
 add("a loss without a graph", loss=lambda m, batch: mse(m, batch).detach(), **RAISES)
 add("a loss that is not finite", loss=lambda m, batch: mse(m, batch) / (batch["x"] * 0).sum(), **EITHER)

@@ -1,0 +1,190 @@
+"""Losses that return more than a loss: outputs of a step, whatever variant takes it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.errors import TargetError
+from apollo_compile.session.step.split import split_evenly
+from apollo_compile.step import compile_step
+from tests.end_to_end.models import TwoTowers
+from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
+from tests.end_to_end.test_step import Batch, state_of, towers_batch
+
+OPTIONS = {"runtime.bodies": "eager", "plan.replan": False, "plan.min_gain": 0.0, "plan.time_limit_s": 0.2}
+NUM_STEPS = 12
+
+
+class Outputs(NamedTuple):
+    """A loss and scores."""
+
+    loss: torch.Tensor
+    scores: torch.Tensor
+
+
+def _scores(model: nn.Module, batch: Batch) -> torch.Tensor:
+    scores: torch.Tensor = model(batch["x"], batch["y"])
+    return scores
+
+
+def a_tuple(model: nn.Module, batch: Batch) -> Any:
+    """Return the loss, scores that are a view, a count and a number of Python's."""
+    scores = _scores(model, batch)
+    return scores.square().mean(), scores.t(), (scores > 0).sum(), scores.shape[0]
+
+
+def a_named_tuple(model: nn.Module, batch: Batch) -> Outputs:
+    """Return scores that the loss is computed from."""
+    scores = _scores(model, batch)
+    return Outputs(scores.square().mean(), scores)
+
+
+def nested_metrics(model: nn.Module, batch: Batch) -> Any:
+    """Return metrics in a dictionary, as lerobot's policies do."""
+    scores = _scores(model, batch)
+    return scores.square().mean(), {"accuracy": (scores > 0).float().mean(), "batch": batch["x"]}
+
+
+def a_mapping(model: nn.Module, batch: Batch) -> Any:
+    """Return the loss by name, behind a part of it that has a graph."""
+    scores = _scores(model, batch)
+    part = scores.square().mean()
+    return {"part": part, "loss": part + scores.abs().mean(), "rows": scores.sum(-1)}
+
+
+def the_loss_twice(model: nn.Module, batch: Batch) -> Any:
+    """Return the loss under two names."""
+    loss = _scores(model, batch).square().mean()
+    return {"loss": loss, "again": loss}
+
+
+LOSSES = (a_tuple, a_named_tuple, nested_metrics, a_mapping, the_loss_twice)
+
+
+def _loss_in(returned: Any) -> torch.Tensor:
+    loss: torch.Tensor = returned["loss"] if isinstance(returned, dict) else returned[0]
+    return loss
+
+
+def _combined(returned: Sequence[Any]) -> Any:
+    """Return what is expected of equal micro-batches, written down a second time."""
+    first = returned[0]
+    if len(returned) == 1:
+        return first.detach() if isinstance(first, torch.Tensor) else _rebuilt(first, returned)
+    if not isinstance(first, torch.Tensor):
+        return _rebuilt(first, returned)
+    stacked = torch.stack([each.detach() for each in returned])
+    return stacked.mean(0) if first.dim() == 0 and first.is_floating_point() else stacked
+
+
+def _rebuilt(first: Any, returned: Sequence[Any]) -> Any:
+    if isinstance(first, dict):
+        return {key: _combined([each[key] for each in returned]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_combined(each) for each in zip(*returned, strict=True))
+    return first
+
+
+@pytest.mark.parametrize("count", (1, 2))
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda each: each.__name__)
+def test_outputs_are_those_of_the_loop(
+    loss_fn: Callable[[nn.Module, Batch], Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the program, of its segments in turn, of the loop in eager and of the traced step; none has a graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    turns = take_turns(monkeypatch)
+    compile_nothing(monkeypatch)
+    model = TwoTowers(depth=1)
+    eager = copy.deepcopy(model)
+    own, others = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, eager))
+    step = compile_step(model, loss_fn, own, microbatches=count, options=OPTIONS)
+    assert step.outputs is None
+    kept = []
+    for seed in range(NUM_STEPS):
+        batch = towers_batch(seed)
+        loss = step(batch)
+        others.zero_grad()
+        returned = [loss_fn(eager, part) for part in split_evenly(batch, count)]
+        for each in returned:
+            (_loss_in(each) / count).backward()
+        others.step()
+        expected = _combined(returned)
+        kept.append((step.outputs, expected))
+        torch.testing.assert_close(loss, _loss_in(expected), rtol=1e-4, atol=1e-5)
+        assert type(step.outputs) is type(returned[0])
+    for outputs, expected in kept:  # no later step writes to those of an earlier one
+        torch.testing.assert_close(_plain(outputs), _plain(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state_of(model), state_of(eager), rtol=1e-4, atol=1e-5)
+    (tuner,) = step.tuners
+    assert turns.has_left_the_loop and not turns.missing(tuner)
+
+
+def _plain(outputs: Any) -> Any:
+    """Return outputs with containers of Python's own classes."""
+    if isinstance(outputs, dict):
+        return {key: _plain(each) for key, each in outputs.items()}
+    if isinstance(outputs, tuple):
+        return tuple(map(_plain, outputs))
+    assert not (isinstance(outputs, torch.Tensor) and outputs.requires_grad)
+    return outputs
+
+
+def test_outputs_of_unequal_weights_are_weighted_means() -> None:
+    """As the loss is."""
+    torch._dynamo.reset()
+    model = TwoTowers(depth=1)
+    weights = iter((1.0, 3.0))
+    step = compile_step(
+        model, nested_metrics, microbatches=2, weigh=lambda part: next(weights), options={**OPTIONS, "disable": True}
+    )
+    batch = towers_batch(0)
+    step(batch)
+    with torch.no_grad():
+        first, second = (nested_metrics(model, part)[1]["accuracy"] for part in split_evenly(batch, 2))
+    torch.testing.assert_close(step.outputs[1]["accuracy"], first / 4 + second * 3 / 4)
+
+
+def test_a_tensor_that_is_kept_may_be_read_by_the_next_micro_batch() -> None:
+    """Then a step is a loop, since no program could pass it on in time."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    before = {"loss": torch.zeros(())}
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss = _scores(model, batch).square().mean() + before["loss"]
+        before["loss"] = loss.detach()
+        return loss
+
+    model = TwoTowers(depth=1)
+    eager = copy.deepcopy(model)
+    step = compile_step(model, loss_fn, microbatches=2, options={**OPTIONS, "plan.autotune": False})
+    found = [step(towers_batch(seed)) for seed in range(6)]
+    before["loss"] = torch.zeros(())
+    with torch.no_grad():
+        expected = [
+            torch.stack([loss_fn(eager, part) for part in split_evenly(towers_batch(seed), 2)]).mean()
+            for seed in range(6)
+        ]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_of_other_shapes_by_micro_batch_are_refused() -> None:
+    """With what they have to be; the step itself was taken."""
+    torch._dynamo.reset()
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Any:
+        scores = _scores(model, batch)
+        return scores.square().mean(), scores
+
+    split = lambda batch, count: [{name: each[:3] for name, each in batch.items()}, batch]  # noqa: E731
+    step = compile_step(TwoTowers(depth=1), loss_fn, microbatches=2, split=split, options=OPTIONS)
+    assert step(towers_batch(0)).isfinite()
+    with pytest.raises(TargetError, match="other structures or shapes for some of 2 micro-batches"):
+        step.outputs  # noqa: B018
