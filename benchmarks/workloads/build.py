@@ -211,8 +211,4 @@ def weigh_outputs(output: Any) -> Tensor:
 
 _PLAIN: dict[str, Callable[..., nn.Module]] = {each.__name__: each for each in (TwoTower, Act, DiffusionPolicy, Vla)}
 
-_LOSSES: dict[str, Callable[[Any], Tensor]] = {
-    "returned": _returned_loss,
-    "flava": _flava_loss,
-    "waves": weigh_outputs,
-}
+_LOSSES: dict[str, Callable[[Any], Tensor]] = {"returned": _returned_loss, "flava": _flava_loss, "waves": weigh_outputs}

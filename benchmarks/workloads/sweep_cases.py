@@ -6,6 +6,7 @@ A spec has the form that `specs.py` describes, with the one size `tiny`. Losses:
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from benchmarks.workloads.specs import Spec, encoder, ids, image, ones
@@ -50,30 +51,32 @@ _CONVOLVED = {
 }
 
 
-def tiny(model: str, config: str, numbers: dict[str, Any], *, loss: str = "returned", **inputs: Any) -> Spec:
-    """Return a spec with one size: the names of its classes, the numbers of its config, and the inputs."""
+def tiny(model: str, numbers: dict[str, Any], *, config: str = "", loss: str = "returned", **inputs: Any) -> Spec:
+    """Return a spec with one size: a class, the numbers of its config, and the inputs.
+
+    `config` is the class of the config, if its name does not follow from the model's.
+    """
+    config = config or f"{re.split('For[A-Z]|Model', model)[0]}Config"
     size = {"config": numbers, "inputs": inputs}
     return {"model": model, "config": config, "loss": loss, "branches": (), "sizes": {"tiny": size}}
 
 
 def _masked(family: str, **numbers: Any) -> Spec:
-    return tiny(f"{family}ForMaskedLM", f"{family}Config", {**TEXT_CONFIG, **numbers}, input_ids=TOKENS, labels=LABELS)
+    return tiny(f"{family}ForMaskedLM", {**TEXT_CONFIG, **numbers}, input_ids=TOKENS, labels=LABELS)
 
 
 def _causal(family: str, model: str = "{}ForCausalLM", **numbers: Any) -> Spec:
-    config = {**CAUSAL, **numbers}
-    return tiny(model.format(family), f"{family}Config", config, input_ids=TOKENS, labels=LABELS)
+    sized = {**CAUSAL, **numbers}
+    return tiny(model.format(family), sized, config=f"{family}Config", input_ids=TOKENS, labels=LABELS)
 
 
 def _classifier(family: str, **numbers: Any) -> Spec:
-    config = {**VISION_CONFIG, "num_labels": 4, **numbers}
-    return tiny(f"{family}ForImageClassification", f"{family}Config", config, **_CLASSIFIED)
+    return tiny(f"{family}ForImageClassification", {**VISION_CONFIG, "num_labels": 4, **numbers}, **_CLASSIFIED)
 
 
 MULTIMODAL: dict[str, Spec] = {
     "altclip": tiny(
         "AltCLIPModel",
-        "AltCLIPConfig",
         {
             "projection_dim": 32,
             "text_config": {**TEXT_CONFIG, "project_dim": 32},
@@ -83,7 +86,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "blip": tiny(
         "BlipForConditionalGeneration",
-        "BlipConfig",
         {
             "projection_dim": 32,
             "image_text_hidden_size": 32,
@@ -95,7 +97,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "blip2": tiny(
         "Blip2ForConditionalGeneration",
-        "Blip2Config",
         {
             "num_query_tokens": 4,
             "image_token_index": 99,
@@ -110,7 +111,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "bridgetower": tiny(
         "BridgeTowerModel",
-        "BridgeTowerConfig",
         {
             **encoder(64, 64, 2, 2),
             "text_config": {**TEXT_CONFIG, "hidden_size": 64},
@@ -121,13 +121,11 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "chinese_clip": tiny(
         "ChineseCLIPModel",
-        "ChineseCLIPConfig",
         {"projection_dim": 32, "text_config": TEXT_CONFIG, "vision_config": VISION_CONFIG},
         **_PAIRED,
     ),
     "clipseg": tiny(
         "CLIPSegForImageSegmentation",
-        "CLIPSegConfig",
         {
             "projection_dim": 32,
             "reduce_dim": 16,
@@ -140,16 +138,9 @@ MULTIMODAL: dict[str, Spec] = {
         **CAPTIONED,
         labels={"kind": "ids", "low": 0, "high": 2, "shape": (2, 32, 32), "floating": True},
     ),
-    "git": tiny(
-        "GitForCausalLM",
-        "GitConfig",
-        {**CAUSAL, "vision_config": VISION_CONFIG},
-        **CAPTIONED,
-        labels=LABELS,
-    ),
+    "git": tiny("GitForCausalLM", {**CAUSAL, "vision_config": VISION_CONFIG}, **CAPTIONED, labels=LABELS),
     "groupvit": tiny(
         "GroupViTModel",
-        "GroupViTConfig",
         {
             "projection_dim": 32,
             "projection_intermediate_dim": 64,
@@ -168,7 +159,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "kosmos2": tiny(
         "Kosmos2ForConditionalGeneration",
-        "Kosmos2Config",
         {
             "latent_query_num": 4,
             "text_config": {
@@ -189,7 +179,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "layoutlmv3": tiny(
         "LayoutLMv3ForTokenClassification",
-        "LayoutLMv3Config",
         {
             **TEXT_CONFIG,
             "num_labels": 4,
@@ -209,7 +198,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "lxmert": tiny(
         "LxmertModel",
-        "LxmertConfig",
         {
             **TEXT_CONFIG,
             "l_layers": 1,
@@ -225,7 +213,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "owlvit": tiny(
         "OwlViTModel",
-        "OwlViTConfig",
         {
             "projection_dim": 32,
             "text_config": {**TEXT_CONFIG, "max_position_embeddings": 8},
@@ -235,7 +222,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "pix2struct": tiny(
         "Pix2StructForConditionalGeneration",
-        "Pix2StructConfig",
         {
             "text_config": {
                 **VOCABULARY,
@@ -261,27 +247,18 @@ MULTIMODAL: dict[str, Spec] = {
         attention_mask=ones(2, 6),
         labels=TOKENS,
     ),
-    "siglip": tiny(
-        "SiglipModel", "SiglipConfig", {"text_config": TEXT_CONFIG, "vision_config": VISION_CONFIG}, **_PAIRED
-    ),
+    "siglip": tiny("SiglipModel", {"text_config": TEXT_CONFIG, "vision_config": VISION_CONFIG}, **_PAIRED),
     "vilt": tiny(
         "ViltForQuestionAnswering",
-        "ViltConfig",
         {**TEXT_CONFIG, **VISION_CONFIG, "num_labels": 4, "max_image_length": -1},
         **CAPTIONED,
         labels=image(2, 4),
     ),
     "vision_encoder_decoder": tiny(
         "VisionEncoderDecoderModel",
-        "VisionEncoderDecoderConfig",
         {
             "encoder": {**VISION_CONFIG, "model_type": "vit"},
-            "decoder": {
-                **CAUSAL,
-                "model_type": "bert",
-                "is_decoder": True,
-                "add_cross_attention": True,
-            },
+            "decoder": {**CAUSAL, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
             "decoder_start_token_id": 1,
             "pad_token_id": 0,
         },
@@ -290,7 +267,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "vision_text_dual_encoder": tiny(
         "VisionTextDualEncoderModel",
-        "VisionTextDualEncoderConfig",
         {
             "projection_dim": 32,
             "vision_config": {**VISION_CONFIG, "model_type": "vit"},
@@ -300,7 +276,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "visual_bert": tiny(
         "VisualBertForPreTraining",
-        "VisualBertConfig",
         {**TEXT_CONFIG, "visual_embedding_dim": 16},
         input_ids=TOKENS,
         attention_mask=_MASK,
@@ -312,7 +287,6 @@ MULTIMODAL: dict[str, Spec] = {
     ),
     "xclip": tiny(
         "XCLIPModel",
-        "XCLIPConfig",
         {
             "projection_dim": 32,
             "prompt_layers": 1,
@@ -355,15 +329,14 @@ TEXT: dict[str, Spec] = {
     "qwen3": _causal("Qwen3", num_key_value_heads=1, head_dim=16),
     "xlnet": tiny(
         "XLNetLMHeadModel",
-        "XLNetConfig",
         {"vocab_size": 100, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64, "use_mems_train": False},
+        config="XLNetConfig",
         input_ids=TOKENS,
         labels=LABELS,
     ),
-    "bart": tiny("BartForConditionalGeneration", "BartConfig", _SEQUENCE_TO_SEQUENCE, input_ids=TOKENS, labels=LABELS),
+    "bart": tiny("BartForConditionalGeneration", _SEQUENCE_TO_SEQUENCE, input_ids=TOKENS, labels=LABELS),
     "t5": tiny(
         "T5ForConditionalGeneration",
-        "T5Config",
         {
             **VOCABULARY,
             "d_model": 32,
@@ -399,7 +372,6 @@ VISION: dict[str, Spec] = {
     ),
     "imagegpt": tiny(
         "ImageGPTForImageClassification",
-        "ImageGPTConfig",
         {
             "vocab_size": 100,
             "n_embd": 32,
@@ -414,18 +386,13 @@ VISION: dict[str, Spec] = {
     ),
     "mobilenet_v2": _classifier("MobileNetV2", depth_multiplier=0.25, depth_divisible_by=8, min_depth=8),
     "poolformer": _classifier(
-        "PoolFormer",
-        depths=[1, 1, 1, 1],
-        hidden_sizes=[8, 16, 24, 32],
-        patch_sizes=[7, 3, 3, 3],
-        strides=[4, 2, 2, 2],
+        "PoolFormer", depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 24, 32], patch_sizes=[7, 3, 3, 3], strides=[4, 2, 2, 2]
     ),
     "resnet": _classifier(
         "ResNet", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 2], layer_type="basic", num_stages=2
     ),
     "segformer": tiny(
         "SegformerForSemanticSegmentation",
-        "SegformerConfig",
         {
             "num_labels": 4,
             "num_encoder_blocks": 2,
@@ -447,7 +414,6 @@ VISION: dict[str, Spec] = {
     ),
     "vit_mae": tiny(
         "ViTMAEForPreTraining",
-        "ViTMAEConfig",
         {
             **VISION_CONFIG,
             "patch_size": 8,
@@ -459,15 +425,12 @@ VISION: dict[str, Spec] = {
         pixel_values=PICTURE,
         noise=image(2, 16),
     ),
-    "yolos": tiny(
-        "YolosModel", "YolosConfig", {**VISION_CONFIG, "image_size": [32, 32]}, loss="waves", pixel_values=PICTURE
-    ),
+    "yolos": tiny("YolosModel", {**VISION_CONFIG, "image_size": [32, 32]}, loss="waves", pixel_values=PICTURE),
 }
 
 SOUND: dict[str, Spec] = {
     "ast": tiny(
         "ASTForAudioClassification",
-        "ASTConfig",
         {
             **encoder(32, 64, 2, 2),
             "num_labels": 4,
@@ -481,15 +444,11 @@ SOUND: dict[str, Spec] = {
         labels=_CLASSES,
     ),
     "data2vec_audio": tiny(
-        "Data2VecAudioForCTC",
-        "Data2VecAudioConfig",
-        {**_CONVOLVED, "conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 2},
-        **_SPOKEN,
+        "Data2VecAudioForCTC", {**_CONVOLVED, "conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 2}, **_SPOKEN
     ),
-    "hubert": tiny("HubertForCTC", "HubertConfig", _CONVOLVED, **_SPOKEN),
+    "hubert": tiny("HubertForCTC", _CONVOLVED, **_SPOKEN),
     "speecht5": tiny(
         "SpeechT5ForTextToSpeech",
-        "SpeechT5Config",
         {
             **VOCABULARY,
             "hidden_size": 32,
@@ -513,6 +472,6 @@ SOUND: dict[str, Spec] = {
         labels=image(2, 8, 8),
         speaker_embeddings=image(2, 8),
     ),
-    "wav2vec2": tiny("Wav2Vec2ForCTC", "Wav2Vec2Config", _CONVOLVED, **_SPOKEN),
-    "wavlm": tiny("WavLMForCTC", "WavLMConfig", {**_CONVOLVED, "num_buckets": 8, "max_bucket_distance": 16}, **_SPOKEN),
+    "wav2vec2": tiny("Wav2Vec2ForCTC", _CONVOLVED, **_SPOKEN),
+    "wavlm": tiny("WavLMForCTC", {**_CONVOLVED, "num_buckets": 8, "max_bucket_distance": 16}, **_SPOKEN),
 }

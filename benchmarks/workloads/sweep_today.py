@@ -64,7 +64,6 @@ def _seeing(*spans: tuple[int, int], kinds: str = "", length: int = _LENGTH, **o
 TODAY: dict[str, Spec] = {
     "qwen2_vl": tiny(
         "Qwen2VLForConditionalGeneration",
-        "Qwen2VLConfig",
         {
             **_QWEN_TOKENS,
             "text_config": _QWEN_TEXT,
@@ -74,7 +73,6 @@ TODAY: dict[str, Spec] = {
     ),
     "qwen2_5_vl": tiny(
         "Qwen2_5_VLForConditionalGeneration",
-        "Qwen2_5_VLConfig",
         {
             **_QWEN_TOKENS,
             "text_config": _QWEN_TEXT,
@@ -91,7 +89,6 @@ TODAY: dict[str, Spec] = {
     ),
     "qwen3_vl": tiny(
         "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
         {
             **_QWEN_TOKENS,
             "text_config": {**_WIDE_HEADS, "rope_parameters": {**_QWEN_POSITIONS, "mrope_interleaved": True}},
@@ -108,7 +105,6 @@ TODAY: dict[str, Spec] = {
     ),
     "idefics3": tiny(
         "Idefics3ForConditionalGeneration",
-        "Idefics3Config",
         {
             "image_token_id": _PLACEHOLDER,
             "use_cache": False,
@@ -119,7 +115,6 @@ TODAY: dict[str, Spec] = {
     ),
     "smolvlm": tiny(
         "SmolVLMForConditionalGeneration",
-        "SmolVLMConfig",
         {
             "image_token_id": _PLACEHOLDER,
             "use_cache": False,
@@ -131,7 +126,6 @@ TODAY: dict[str, Spec] = {
     # A picture of one by two tiles and its thumbnail: 4 features, and two rows of 4 with a line break behind each.
     "llava_onevision": tiny(
         "LlavaOnevisionForConditionalGeneration",
-        "LlavaOnevisionConfig",
         {
             "image_token_index": _PLACEHOLDER,
             "video_token_index": 98,
@@ -143,7 +137,6 @@ TODAY: dict[str, Spec] = {
     ),
     "gemma3": tiny(
         "Gemma3ForConditionalGeneration",
-        "Gemma3Config",
         {
             "image_token_index": _PLACEHOLDER,
             "boi_token_index": 97,
@@ -161,11 +154,7 @@ TODAY: dict[str, Spec] = {
     ),
     "siglip2": tiny(
         "Siglip2Model",
-        "Siglip2Config",
-        {
-            "text_config": TEXT_CONFIG,
-            "vision_config": {**encoder(32, 64, 2, 2), "patch_size": 8, "num_patches": 16},
-        },
+        {"text_config": TEXT_CONFIG, "vision_config": {**encoder(32, 64, 2, 2), "patch_size": 8, "num_patches": 16}},
         input_ids=ids(2, 8, high=90),
         pixel_values=image(2, 16, 3 * 8 * 8),
         pixel_attention_mask=ones(2, 16),
@@ -174,7 +163,6 @@ TODAY: dict[str, Spec] = {
     ),
     "paligemma": tiny(
         "PaliGemmaForConditionalGeneration",
-        "PaliGemmaConfig",
         {
             "image_token_index": _PLACEHOLDER,
             "projection_dim": 32,
@@ -187,7 +175,6 @@ TODAY: dict[str, Spec] = {
     ),
     "internvl": tiny(
         "InternVLForConditionalGeneration",
-        "InternVLConfig",
         {
             "image_token_id": _PLACEHOLDER,
             "image_seq_length": 4,
@@ -199,7 +186,6 @@ TODAY: dict[str, Spec] = {
     # Two cameras and a prompt go through PaliGemma; the expert for actions attends to its keys and values.
     "pi0": tiny(
         "PI0ForConditionalGeneration",
-        "PI0Config",
         {
             "chunk_size": 4,
             "max_state_dim": 8,

@@ -19,18 +19,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from apollo_compile.ir import (
-    BodyId,
-    Buffer,
-    BufferId,
-    Kernel,
-    KernelKind,
-    Role,
-    Segment,
-    SegmentGraph,
-    SegmentId,
-    Work,
-)
+from apollo_compile.ir import BodyId, Buffer, BufferId, Kernel, KernelKind, Role, Segment, SegmentGraph, SegmentId, Work
 
 _BYTES = 2
 """Bytes of a number."""
