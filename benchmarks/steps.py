@@ -11,6 +11,9 @@ and without. `apollo_compile.tools.bench` times steps, and `benchmarks.harness.w
 The last table compares `compile_step` with each of its rivals, with 95 % intervals over rounds. Exit code 1: after the
 same number of steps, a variant's loss or weights are not those of the loop in eager. A full batch is another training
 than its micro-batches where samples of a batch are compared with each other, and not judged there.
+
+A step of a learner (`workloads/learners.py`) is one update: a step for each of its phases, with optimizers of its own,
+then its targets. It is measured with one micro-batch, and with loops and `compile_step`.
 """
 
 from __future__ import annotations
@@ -19,20 +22,38 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
 
 from apollo_compile.tools.bench.numbers import Measurement, VariantResult, summarize
 from apollo_compile.tools.bench.task import Task, Variant
-from benchmarks.harness.whole_steps import COMPARED, COMPILED, FULL_BATCH, LOOP, TRACED, TRACED_WHOLE
+from benchmarks.harness.whole_steps import (
+    COMPARED,
+    COMPILED,
+    COMPILED_UPDATES,
+    FULL_BATCH,
+    LOOP,
+    TRACED,
+    TRACED_WHOLE,
+    UPDATES,
+)
 from benchmarks.run import batch_sizes, measure_tasks, names_of
+from benchmarks.workloads.learners import LEARNERS
+from benchmarks.workloads.specs import SPECS
 
-WORKLOADS = ("clip", "flava", "llava", "whisper", "vit_control", "two_tower", "act", "chain")
+WORKLOADS = (*(name for name in SPECS if name != "clap"), *LEARNERS)
 
 CONTRASTED = ("clip", "flava", "two_tower")
 """Workloads whose loss compares the samples of a batch: of one sample it is constant, and of a full batch another."""
+
+BATCHES: Mapping[str, int] = {**dict.fromkeys(CONTRASTED, 8), "sac": 256, "redq": 256, "dreamer": 8}
+"""Samples of a step, by workload; 4 of any other."""
+
+OF_LEARNERS: Mapping[str, str] = {LOOP: UPDATES, COMPILED: COMPILED_UPDATES}
+"""Steppers of learners, by those of models."""
 
 STEP, LOOP_OF_APOLLO = "apollo-step", "apollo"
 
@@ -63,9 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parse(arguments)
     cases = []
     for name, optimizer, count in itertools.product(args.workloads, args.optimizers, args.microbatches):
-        batch = args.batch or (8 if name in CONTRASTED else 4)
+        batch = args.batch or BATCHES.get(name, 4)
         title = f"{name}, {args.size}, {optimizer}, batch {batch} in {count} micro-batches"
         chosen = [each for each in args.variants if count > 1 or each.stepper != FULL_BATCH]
+        if name in LEARNERS:
+            if (optimizer, count) != (args.optimizers[0], args.microbatches[0]):
+                continue
+            optimizer, count, title = "its own", 1, f"{name}, {args.size}, batch {batch}"
+            steppers = [(each, OF_LEARNERS.get(each.stepper)) for each in args.variants]
+            chosen = [replace(each, stepper=stepper) for each, stepper in steppers if stepper is not None]
         cases.append((title, make_task(name, args.size, batch, optimizer, count), chosen))
     measurements, wrong = measure_tasks(cases, args, is_judged)
     if len(measurements) > 1:
@@ -118,7 +145,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--workloads", type=_workloads, default=["clip", "llava"], help=f"all, or some of {', '.join(WORKLOADS)}"
     )
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
-    parser.add_argument("--batch", type=int, help="samples of a step; by default 8 where they are compared, else 4")
+    parser.add_argument("--batch", type=int, help=f"samples of a step; default: {dict(BATCHES)}, else 4")
     parser.add_argument("--optimizers", type=names_of(("sgd", "adamw")), default=["adamw"], help="sgd, adamw")
     parser.add_argument("--microbatches", type=batch_sizes, default=[1, 4], help="numbers of micro-batches, e.g. 1,2,4")
     parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(KNOWN))

@@ -67,6 +67,12 @@ def _place_of(error: Exception, cause: Exception) -> str:
     return f" in {found[-1]['file']}:{found[-1]['line']}: {found[-1]['code']}" if found else ""
 
 
+def way_out(problem: str) -> str:
+    """Return what to do about a loss function that reads, prints or logs a number; empty where that is not why."""
+    is_read = any(word in problem for word in ("item(", "tolist(", "print(", "logging"))
+    return "; return the tensor instead, and read `step.outputs` after the step" if is_read else ""
+
+
 def is_of_user(error: Exception) -> bool:
     """Return whether an operator cannot run on its arguments, such as for their shapes; eager would raise as well."""
     return isinstance(error, TorchRuntimeError)

@@ -12,6 +12,9 @@ settled variant that is compared.
     TRACED        forward and backward of all micro-batches as one graph of Dynamo's, then the optimizer
     TRACED_WHOLE  the optimizer inside that graph, too
     COMPILED      `apollo_compile.compile_step`
+
+Of a learner a step is one update, with the optimizers of its phases: UPDATES with losses in eager or compiled, and
+COMPILED_UPDATES with a `compile_step` for each phase.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +34,12 @@ from apollo_compile.step import compile_step
 from apollo_compile.tools.bench.child import Stepper
 from apollo_compile.tools.bench.numbers import Numbers
 from benchmarks.workloads import build
-from benchmarks.workloads.chain import build_chain
+from benchmarks.workloads.learners import LEARNERS, Learner, MakeStep, Update, build_learner, make_loop
 
 LOOP, FULL_BATCH, TRACED, TRACED_WHOLE, COMPILED = (
     f"{__name__}:{name}" for name in ("Loop", "FullBatch", "TracedStep", "TracedWholeStep", "CompiledStep")
 )
+UPDATES, COMPILED_UPDATES = f"{__name__}:Updates", f"{__name__}:CompiledUpdates"
 
 COMPARED = "changes of weights"
 COMPARED_STEPS = 3
@@ -59,9 +64,11 @@ class StepTask:
     """Arguments of AdamW."""
 
 
-def build_task(*, name: str, size: str, batch: int, optimizer: str, microbatches: int) -> StepTask:
-    """Return a task on a workload, or on the chain, with so many samples in a step."""
-    workload = build_chain(size, batch=batch) if name == "chain" else build(name, size, batch=batch)
+def build_task(*, name: str, size: str, batch: int, optimizer: str, microbatches: int) -> StepTask | Learner:
+    """Return a task on a workload, or a learner, with so many samples in a step."""
+    if name in LEARNERS:
+        return build_learner(name, size, batch=batch)
+    workload = build(name, size, batch=batch)
     draw_class_tokens(workload.model)
     constants = {key: value for key, value in workload.inputs.items() if not isinstance(value, Tensor)}
 
@@ -258,13 +265,59 @@ class CompiledStep(Loop):
 
     def is_settled(self) -> bool:
         """Return whether the comparison of whole steps is over."""
-        return bool(self._take.verdicts) and all(
-            tuner.is_settled and not tuner.is_more_to_come for tuner in self._take.tuners
-        )
+        return _is_settled(self._take)
 
     def ran(self) -> list[str]:
         """Return the verdicts of the comparison."""
         return self._take.verdicts
+
+
+class Updates(Loop):
+    """Updates of a learner, with losses in eager or compiled by themselves."""
+
+    built: Learner  # type: ignore[assignment]
+
+    def prepare(self, backend: str | None, options: dict[str, Any]) -> None:
+        """Make the steps of an update."""
+        self._update = Update(self.built, self.make_step(backend, options))
+        states = [optimizer.state_dict() for optimizer in self._update.optimizers]
+        self._first = copy.deepcopy((self.built.model.state_dict(), states))
+
+    def make_step(self, backend: str | None, options: dict[str, Any]) -> MakeStep:
+        """Return what makes the step of a phase."""
+        return partial(make_loop, backend=backend, options=options or None) if backend is not None else make_loop
+
+    def step(self) -> Tensor:
+        """Take one update; return the sum of the losses."""
+        return torch.stack(list(self._update(self.built.batch).values())).sum()
+
+    def begin_again(self) -> None:
+        """Load the first weights, and optimizers that have not stepped."""
+        weights, states = self._first
+        self.built.model.load_state_dict(weights)
+        self._update.count = 0
+        for optimizer, state in zip(self._update.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+class CompiledUpdates(Updates):
+    """Updates of a learner with a compiled step for each phase."""
+
+    def make_step(self, backend: str | None, options: dict[str, Any]) -> MakeStep:
+        """Return what makes the step of a phase; `backend` is apollo."""
+        return partial(compile_step, options=options)
+
+    def is_settled(self) -> bool:
+        """Return whether the comparison of whole steps is over in all phases."""
+        return all(_is_settled(step) for step in self._update.steps)
+
+    def ran(self) -> list[str]:
+        """Return the verdicts of all phases."""
+        return [verdict for step in self._update.steps for verdict in step.verdicts]
+
+
+def _is_settled(step: Any) -> bool:
+    return bool(step.verdicts) and all(tuner.is_settled and not tuner.is_more_to_come for tuner in step.tuners)
 
 
 def _trained(task: StepTask) -> list[nn.Parameter]:

@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from benchmarks.workloads.act import Act
+from benchmarks.workloads.chain import Chain
 from benchmarks.workloads.policies import DiffusionPolicy, Vla
 from benchmarks.workloads.specs import SPECS, Spec
 
@@ -209,6 +210,8 @@ def weigh_outputs(output: Any) -> Tensor:
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
 
-_PLAIN: dict[str, Callable[..., nn.Module]] = {each.__name__: each for each in (TwoTower, Act, DiffusionPolicy, Vla)}
+_PLAIN: dict[str, Callable[..., nn.Module]] = {
+    each.__name__: each for each in (TwoTower, Chain, Act, DiffusionPolicy, Vla)
+}
 
 _LOSSES: dict[str, Callable[[Any], Tensor]] = {"returned": _returned_loss, "flava": _flava_loss, "waves": weigh_outputs}

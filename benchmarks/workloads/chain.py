@@ -6,23 +6,18 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from benchmarks.workloads.build import Workload
-
-_SIZES = {
-    "tiny": {"width": 32, "layers": (1, 1), "heads": 2, "patches": 9, "tokens": 8, "words": 50},
-    "small": {"width": 192, "layers": (3, 4), "heads": 4, "patches": 64, "tokens": 64, "words": 1000},
-}
-
 
 class Chain(nn.Module):
     """Patches go through an encoder, and in front of the tokens that a causal decoder goes on with."""
 
-    def __init__(self, width: int, layers: tuple[int, int], heads: int, patches: int, tokens: int, words: int) -> None:
+    def __init__(
+        self, *, width: int, layers: tuple[int, int], heads: int, patches: int, tokens: int, words: int, dropout: float
+    ) -> None:
         super().__init__()
 
         def stack(count: int) -> nn.ModuleList:
             return nn.ModuleList(
-                nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+                nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=dropout, batch_first=True, norm_first=True)
                 for _ in range(count)
             )
 
@@ -42,16 +37,3 @@ class Chain(nn.Module):
             hidden = layer(hidden, src_mask=self.mask)
         logits = self.head(hidden[:, patches.shape[1] - 1 : -1])
         return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def build_chain(size: str = "tiny", *, batch: int = 4, seed: int = 0) -> Workload:
-    """Return the chain with inputs; equal arguments give equal weights and inputs."""
-    numbers = _SIZES[size]
-    torch.manual_seed(seed)
-    model = Chain(**numbers)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(seed + 1)
-    inputs = {
-        "patches": torch.randn(batch, numbers["patches"], numbers["width"], generator=generator),  # type: ignore[arg-type]
-        "tokens": torch.randint(numbers["words"], (batch, numbers["tokens"]), generator=generator),  # type: ignore[arg-type]
-    }
-    return Workload(name="chain", model=model, inputs=inputs, loss=lambda loss: loss, branches=())

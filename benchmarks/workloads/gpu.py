@@ -17,6 +17,7 @@ long to compile.
 | act        | a robot's policy, action chunking, 480 x 640 (`act.py`)  | two cameras, encoder of actions |
 | diffusion_policy | a robot's policy with a U-Net (`policies.py`)      | two cameras                     |
 | vla        | SmolVLA: a frozen SigLIP, an expert (`policies.py`)      | two cameras, the expert         |
+| dreamer    | the world model of DreamerV3, 16 steps (`learners.py`)   | heads, prior, decoder           |
 | chain      | two layers of an encoder, two of a trunk: a control      | nothing                         |
 """
 
@@ -30,6 +31,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from benchmarks.workloads.build import assemble
+from benchmarks.workloads.learners import WORLD_INPUTS, build_learner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +103,9 @@ SHAPES: Mapping[str, Shape] = {
 """In the order in which they are worth measuring."""
 
 POLICIES = ("act", "diffusion_policy", "vla")
-"""Workloads of `specs.py`: size `base`, or `tiny` at the smaller scales."""
+"""Workloads of `specs.py`. Like the world model of `dreamer` they have size `base`, or `tiny` at the smaller scales."""
 
-NAMES = (*SHAPES, *POLICIES)
+NAMES = (*SHAPES, *POLICIES, "dreamer")
 
 SCALES: Mapping[str, int | None] = {"full": None, "tiny": 2, "least": 1}
 """Most layers of a tower, by scale."""
@@ -192,11 +194,10 @@ def build_gpu_workload(
         known = f"{', '.join(NAMES)} at {', '.join(SCALES)}"
         raise ValueError(f"unknown workload {name!r} at scale {scale!r}; known: {known}")
     most_layers = SCALES[scale]
-    if name in POLICIES:
-        size = "base" if most_layers is None else "tiny"
-        policy = assemble(name, size, batch=batch, seed=seed, dropout=dropout)
-        inputs = {key: value.to(device) for key, value in policy.inputs.items()}
-        return GpuWorkload(name=name, model=TakesInputs(policy.model).to(device), inputs=inputs)
+    if name not in SHAPES:
+        model, inputs = _build_sized(name, "base" if most_layers is None else "tiny", batch, seed, dropout)
+        inputs = {key: value.to(device) for key, value in inputs.items()}
+        return GpuWorkload(name=name, model=TakesInputs(model).to(device).train(), inputs=inputs)
     shape = SHAPES[name] if most_layers is None else _tiny(SHAPES[name], most_layers)
     torch.manual_seed(seed)
     model = Multimodal(shape, dropout).to(device)
@@ -206,6 +207,14 @@ def build_gpu_workload(
         for key, tower in shape.towers.items()
     }
     return GpuWorkload(name=name, model=model.train(), inputs=inputs)
+
+
+def _build_sized(name: str, size: str, batch: int, seed: int, dropout: float) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    if name in POLICIES:
+        policy = assemble(name, size, batch=batch, seed=seed, dropout=dropout)
+        return policy.model, policy.inputs
+    learner = build_learner(name, size, batch=batch, seed=seed)
+    return learner.model.get_submodule("world"), {key: learner.batch[key] for key in WORLD_INPUTS}
 
 
 def is_branchy(name: str) -> bool:

@@ -191,6 +191,12 @@ def _two_tower(batch: int, each: Numbers, tokens: Numbers) -> Spec:
     return {"config": {**numbers, "tokens": tokens}, "inputs": inputs}
 
 
+def _chain(batch: int, width: int, layers: Numbers, heads: int, patches: int, tokens: int, words: int) -> Spec:
+    numbers = {"width": width, "heads": heads, "patches": patches, "tokens": tokens, "words": words}
+    inputs = {"patches": image(batch, patches, width), "tokens": ids(batch, tokens, low=0, high=words)}
+    return {"config": {**numbers, "layers": layers}, "inputs": inputs}
+
+
 def _cameras(*shape: int) -> dict[str, Spec]:
     """Return a picture of each of two cameras."""
     return {name: image(*shape) for name in ("front", "wrist")}
@@ -303,6 +309,14 @@ SPECS: dict[str, Spec] = {
         ("image", "text"),
         tiny=_two_tower(4, (32, 64, 2, 2), (10, 6)),
         small=_two_tower(4, (256, 1024, 4, 4), (50, 32)),
+    ),
+    # An encoder of images that feeds a language model: inside one micro-batch nothing overlaps.
+    "chain": _spec(
+        "Chain",
+        None,
+        (),
+        tiny=_chain(4, 32, (1, 1), 2, 9, 8, 50),
+        small=_chain(4, 192, (3, 4), 4, 64, 64, 1000),
     ),
     # One ResNet-18 for two cameras, then a transformer.
     "act": _spec(

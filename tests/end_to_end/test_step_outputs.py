@@ -188,3 +188,38 @@ def test_outputs_of_other_shapes_by_micro_batch_are_refused() -> None:
     assert step(towers_batch(0)).isfinite()
     with pytest.raises(TargetError, match="other structures or shapes for some of 2 micro-batches"):
         step.outputs  # noqa: B018
+
+
+class LogsItself(nn.Module):
+    """A model whose forward returns its loss and a number that it reads, as lerobot's policies do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = TwoTowers(depth=1)
+
+    def forward(self, batch: Batch) -> Any:
+        loss = self.towers(batch["x"], batch["y"]).square().mean()
+        return loss, {"loss": loss.item()}
+
+
+def _prints(model: nn.Module, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(batch)[0]
+    print("a step")
+    return loss
+
+
+@pytest.mark.parametrize("loss_fn", (lambda model, batch: model(batch), _prints), ids=("reads", "prints"))
+def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
+    loss_fn: Callable[[nn.Module, Batch], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers are those of the step that was taken."""
+    torch._dynamo.reset()
+    step = compile_step(LogsItself(), loss_fn, options={**OPTIONS, "plan.autotune": False})
+    with caplog.at_level("INFO", "apollo_compile"):
+        for seed in range(5):
+            loss = step(towers_batch(seed))
+    assert "read `step.outputs` after the step" in caplog.text
+    outputs = step.outputs
+    assert outputs is not None and (
+        isinstance(outputs, torch.Tensor) or outputs[1]["loss"] == pytest.approx(float(loss))
+    )

@@ -104,7 +104,8 @@ class Linker:
                 raise UnsupportedGraphError("the parameters of the model are replaced again and again")
             if len(graph.dtypes) != graph.num_returned:
                 raise UnsupportedGraphError(
-                    "the loss function keeps tensors besides those that it returns, or the model assigns some"
+                    "the loss function keeps tensors besides those that it returns, or reads numbers of them (return "
+                    "the tensors instead, and read `step.outputs` after the step), or the model assigns some"
                 )
             graph.micro = find_micro(
                 graph.model, graph.inputs, owned_by(self._model), dtypes=graph.dtypes, loss=graph.loss

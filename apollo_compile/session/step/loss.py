@@ -20,7 +20,7 @@ from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinked
 from apollo_compile.session.step.returned import detach_others
 from apollo_compile.session.step.split import kind_of
 from apollo_compile.torch_bridge.compile_context import compile_apart
-from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
+from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of, way_out
 from apollo_compile.torch_bridge.trees import count_tensors
 
 _logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class CompiledLoss:
         if is_hit:
             self._note_limit()
         elif not self.why_not_one_graph:
-            self.why_not_one_graph = f"the loss function is not one graph: {problem}"
+            self.why_not_one_graph = f"the loss function is not one graph: {problem}{way_out(problem)}"
             _logger.info("%s: %s", STAYS, self.why_not_one_graph)
         return loss
 
