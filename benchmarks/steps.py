@@ -30,16 +30,7 @@ from tabulate import tabulate
 
 from apollo_compile.tools.bench.numbers import Measurement, VariantResult, summarize
 from apollo_compile.tools.bench.task import Task, Variant
-from benchmarks.harness.whole_steps import (
-    COMPARED,
-    COMPILED,
-    COMPILED_UPDATES,
-    FULL_BATCH,
-    LOOP,
-    TRACED,
-    TRACED_WHOLE,
-    UPDATES,
-)
+from benchmarks.harness.whole_steps import COMPARED, COMPILED, FULL_BATCH, LOOP, OF_LEARNERS, TRACED, TRACED_WHOLE
 from benchmarks.run import batch_sizes, measure_tasks, names_of
 from benchmarks.workloads.learners import LEARNERS
 from benchmarks.workloads.specs import SPECS
@@ -51,9 +42,6 @@ CONTRASTED = ("clip", "flava", "two_tower")
 
 BATCHES: Mapping[str, int] = {**dict.fromkeys(CONTRASTED, 8), "sac": 256, "redq": 256, "dreamer": 8}
 """Samples of a step, by workload; 4 of any other."""
-
-OF_LEARNERS: Mapping[str, str] = {LOOP: UPDATES, COMPILED: COMPILED_UPDATES}
-"""Steppers of learners, by those of models."""
 
 STEP, LOOP_OF_APOLLO = "apollo-step", "apollo"
 

@@ -13,8 +13,7 @@ settled variant that is compared.
     TRACED_WHOLE  the optimizer inside that graph, too
     COMPILED      `apollo_compile.compile_step`
 
-Of a learner a step is one update, with the optimizers of its phases: UPDATES with losses in eager or compiled, and
-COMPILED_UPDATES with a `compile_step` for each phase.
+Of a learner a step is one update: a loop for each of its phases, or a `compile_step` for each.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ from benchmarks.workloads.learners import LEARNERS, Learner, MakeStep, Update, b
 LOOP, FULL_BATCH, TRACED, TRACED_WHOLE, COMPILED = (
     f"{__name__}:{name}" for name in ("Loop", "FullBatch", "TracedStep", "TracedWholeStep", "CompiledStep")
 )
-UPDATES, COMPILED_UPDATES = f"{__name__}:Updates", f"{__name__}:CompiledUpdates"
+OF_LEARNERS: Mapping[str, str] = {LOOP: f"{__name__}:Updates", COMPILED: f"{__name__}:CompiledUpdates"}
+"""Steppers of learners, whose step is one update, with the optimizers of its phases."""
 
 COMPARED = "changes of weights"
 COMPARED_STEPS = 3

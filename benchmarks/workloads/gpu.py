@@ -34,7 +34,7 @@ from benchmarks.workloads.build import assemble
 from benchmarks.workloads.learners import WORLD_INPUTS, build_learner
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Tower:
     """The numbers of one transformer encoder and of its input."""
 
@@ -56,49 +56,26 @@ class Shape:
 
 
 SHAPES: Mapping[str, Shape] = {
-    "clip_b32": Shape(
-        towers={
-            "image": Tower(width=768, layers=12, heads=12, tokens=50),
-            "text": Tower(width=512, layers=12, heads=8, tokens=77),
-        }
-    ),
+    "clip_b32": Shape(towers={"image": Tower(768, 12, 12, 50), "text": Tower(512, 12, 8, 77)}),
     "imagebind": Shape(
         towers={
-            "image": Tower(width=768, layers=12, heads=12, tokens=197),
-            "text": Tower(width=768, layers=12, heads=12, tokens=77),
-            "audio": Tower(width=768, layers=12, heads=12, tokens=229),
-            "depth": Tower(width=384, layers=12, heads=8, tokens=197),
+            "image": Tower(768, 12, 12, 197),
+            "text": Tower(768, 12, 12, 77),
+            "audio": Tower(768, 12, 12, 229),
+            "depth": Tower(384, 12, 8, 197),
         }
     ),
     "flava": Shape(
-        towers={
-            "image": Tower(width=768, layers=12, heads=12, tokens=197),
-            "text": Tower(width=768, layers=12, heads=12, tokens=77),
-        },
-        trunk=Tower(width=768, layers=6, heads=12, tokens=274),
+        towers={"image": Tower(768, 12, 12, 197), "text": Tower(768, 12, 12, 77)}, trunk=Tower(768, 6, 12, 274)
     ),
-    "clip_l14": Shape(
-        towers={
-            "image": Tower(width=1024, layers=24, heads=16, tokens=257),
-            "text": Tower(width=768, layers=12, heads=12, tokens=77),
-        }
-    ),
-    "llava": Shape(
-        towers={"image": Tower(width=1024, layers=24, heads=16, tokens=257)},
-        trunk=Tower(width=2048, layers=12, heads=16, tokens=257),
-    ),
+    "clip_l14": Shape(towers={"image": Tower(1024, 24, 16, 257), "text": Tower(768, 12, 12, 77)}),
+    "llava": Shape(towers={"image": Tower(1024, 24, 16, 257)}, trunk=Tower(2048, 12, 16, 257)),
     "unified": Shape(
-        towers={
-            "image": Tower(width=1024, layers=2, heads=16, tokens=256),
-            "text": Tower(width=1024, layers=2, heads=16, tokens=128),
-        },
-        trunk=Tower(width=1024, layers=12, heads=16, tokens=384),
+        towers={"image": Tower(1024, 2, 16, 256), "text": Tower(1024, 2, 16, 128)},
+        trunk=Tower(1024, 12, 16, 384),
         heads=2,
     ),
-    "chain": Shape(
-        towers={"image": Tower(width=1024, layers=2, heads=16, tokens=257)},
-        trunk=Tower(width=1024, layers=2, heads=16, tokens=257),
-    ),
+    "chain": Shape(towers={"image": Tower(1024, 2, 16, 257)}, trunk=Tower(1024, 2, 16, 257)),
 }
 """In the order in which they are worth measuring."""
 

@@ -1,4 +1,4 @@
-"""The public workloads as data: models, sizes and inputs. Imports nothing.
+"""The public workloads as data: models, sizes and inputs. Imports no model.
 
 A spec names a Hugging Face config class with every number that is not the library's default, the inputs, and the
 modules that have no data dependence between them in the forward pass. `build.py` turns it into a model.
@@ -22,6 +22,7 @@ planning on a large device (CLIP ViT-B/32, FLAVA, CLAP with HTSAT and RoBERTa, L
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 Spec = dict[str, Any]
@@ -63,6 +64,12 @@ def encoder(width: int, hidden: int, layers: int, heads: int, **rest: Any) -> Sp
         "num_attention_heads": heads,
         **rest,
     }
+
+
+def both_sides(hidden: int, layers: int, heads: int) -> Spec:
+    """Return the numbers of an encoder and of a decoder that are alike, as some configs name them."""
+    named = {"ffn_dim": hidden, "layers": layers, "attention_heads": heads}
+    return {f"{side}_{name}": number for side in ("encoder", "decoder") for name, number in named.items()}
 
 
 def _captioned(batch: int, tokens: int, high: int, picture: int, **more: Any) -> dict[str, Spec]:
@@ -158,13 +165,12 @@ def _whisper(
     batch: int, bins: int, each: Numbers, places: Numbers, words: Numbers, tokens: int, special: Numbers
 ) -> Spec:
     """Return a Whisper; `special` are the tokens of padding, of the end and of the start of a decoder."""
-    named = {"attention_heads": each[3], "ffn_dim": each[1], "layers": each[2]}
     return {
         "config": {
             "vocab_size": words[0],
             "num_mel_bins": bins,
             "d_model": each[0],
-            **{f"{side}_{name}": number for side in ("encoder", "decoder") for name, number in named.items()},
+            **both_sides(*each[1:]),
             "max_source_positions": places[0],
             "max_target_positions": places[1],
             "pad_token_id": special[0],
@@ -225,8 +231,14 @@ def _vla(batch: int, vision: Numbers, patch: int, expert: Numbers, steps: int) -
     return {"config": config, "inputs": {**_cameras(batch, 3, vision[3], vision[3]), **robot}}
 
 
-def _spec(model: str, config: str | None, branches: tuple[str, ...], loss: str = "returned", **sizes: Spec) -> Spec:
-    return {"model": model, "config": config, "loss": loss, "branches": branches, "sizes": sizes}
+def config_of(model: str) -> str | None:
+    """Return the class of a Hugging Face model's config; None of a model in plain torch."""
+    found = re.match("(.+?)(For[A-Z]|Model)", model)
+    return f"{found[1]}Config" if found else None
+
+
+def _spec(model: str, *, branches: tuple[str, ...] = (), loss: str = "returned", **sizes: Spec) -> Spec:
+    return {"model": model, "config": config_of(model), "loss": loss, "branches": branches, "sizes": sizes}
 
 
 _RESNET18 = {"backbone": 64, "stages": (2, 2, 2, 2)}
@@ -236,8 +248,7 @@ SPECS: dict[str, Spec] = {
     # Two towers that meet in one matrix of logits.
     "clip": _spec(
         "CLIPModel",
-        "CLIPConfig",
-        ("vision_model", "text_model"),
+        branches=("vision_model", "text_model"),
         tiny=_clip(4, 64, (64, 128, 2, 2), (64, 128, 2, 2, 64), 16, (1000, 990), (32, 16)),
         small=_clip(8, 256, (256, 1024, 6, 4), (256, 1024, 6, 4, 128), 16, (8192, 8000), (77, 77)),
         base=_clip(64, 512, (512, 2048, 12, 8), (768, 3072, 12, 12, 224), 32, (49408, 49000), (77, 77)),
@@ -245,9 +256,8 @@ SPECS: dict[str, Spec] = {
     # Two encoders, then a third on the outputs of both.
     "flava": _spec(
         "FlavaModel",
-        "FlavaConfig",
-        ("image_model", "text_model"),
-        "flava",
+        branches=("image_model", "text_model"),
+        loss="flava",
         tiny=_flava(4, (64, 128, 2, 2), (64, 128, 2, 2), 64, (1000, 990), (32, 16)),
         small=_flava(8, (256, 1024, 4, 4), (256, 1024, 2, 4), 128, (8192, 8000), (128, 64)),
         base=_flava(32, (768, 3072, 12, 12), (768, 3072, 6, 12), 224, (30522, 30000), (512, 77)),
@@ -255,8 +265,7 @@ SPECS: dict[str, Spec] = {
     # Audio (Swin, with BatchNorm buffers) and text.
     "clap": _spec(
         "ClapModel",
-        "ClapConfig",
-        ("audio_model", "text_model"),
+        branches=("audio_model", "text_model"),
         tiny=_clap(
             4, 64, _swin((128, 32), [1, 1, 1], [2, 2, 2], 64, 16, 4), (64, 128, 2, 2), (1000, 990), (40, 16), 256
         ),
@@ -276,8 +285,6 @@ SPECS: dict[str, Spec] = {
     # Vision encoder, projector, masked_scatter, causal language model: a chain.
     "llava": _spec(
         "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        (),
         tiny=_llava(2, 64, (64, 128, 3, 2, 64), 16, (64, 160, 2, 4), 2, (1000, 990, 999), (128, 32)),
         small=_llava(4, 256, (256, 1024, 6, 4, 128), 16, (256, 688, 6, 8), 4, (8192, 8000, 8191), (256, 128)),
         base=_llava(
@@ -287,8 +294,7 @@ SPECS: dict[str, Spec] = {
     # Encoder and decoder: a chain, but for the decoder's first self-attention.
     "whisper": _spec(
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        ("encoder", "decoder"),
+        branches=("encoder", "decoder"),
         tiny=_whisper(2, 16, (64, 128, 2, 2), (64, 32), (1000, 990), 16, (1, 2, 2)),
         small=_whisper(2, 80, (256, 1024, 4, 4), (250, 64), (8192, 8000), 64, (1, 2, 2)),
         base=_whisper(8, 80, (768, 3072, 12, 12), (1500, 448), (51865, 50000), 448, (50257, 50257, 50258)),
@@ -296,8 +302,6 @@ SPECS: dict[str, Spec] = {
     # The control: one chain, nothing to overlap in the forward pass.
     "vit_control": _spec(
         "ViTForImageClassification",
-        "ViTConfig",
-        (),
         tiny=_vit(4, (64, 128, 2, 2, 64), 10),
         small=_vit(8, (256, 1024, 6, 4, 128), 100),
         base=_vit(64, (768, 3072, 12, 12, 224), 1000),
@@ -305,24 +309,20 @@ SPECS: dict[str, Spec] = {
     # Two plain torch encoders of unequal length; the numbers of the spike in the notes are the small size.
     "two_tower": _spec(
         "TwoTower",
-        None,
-        ("image", "text"),
+        branches=("image", "text"),
         tiny=_two_tower(4, (32, 64, 2, 2), (10, 6)),
         small=_two_tower(4, (256, 1024, 4, 4), (50, 32)),
     ),
     # An encoder of images that feeds a language model: inside one micro-batch nothing overlaps.
     "chain": _spec(
         "Chain",
-        None,
-        (),
         tiny=_chain(4, 32, (1, 1), 2, 9, 8, 50),
         small=_chain(4, 192, (3, 4), 4, 64, 64, 1000),
     ),
     # One ResNet-18 for two cameras, then a transformer.
     "act": _spec(
         "Act",
-        None,
-        ("backbone", "vae"),
+        branches=("backbone", "vae"),
         tiny=_act(2, _SMALL_RESNET, (16, 32, 1, 2), 10, (32, 32)),
         small=_act(8, _RESNET18, (512, 3200, 4, 8), 100, (96, 96)),
         base=_act(8, _RESNET18, (512, 3200, 4, 8), 100, (480, 640)),
@@ -330,8 +330,7 @@ SPECS: dict[str, Spec] = {
     # A ResNet-18 for each of two cameras, then a U-Net over time.
     "diffusion_policy": _spec(
         "DiffusionPolicy",
-        None,
-        ("front", "wrist"),
+        branches=("front", "wrist"),
         tiny=_diffusion(2, {**_SMALL_RESNET, "widths": (16, 32), "keypoints": 4, "time_width": 8}, 16, 4),
         small=_diffusion(8, {**_RESNET18, "backbone": 32, "widths": (64, 128, 256)}, 84, 16),
         base=_diffusion(64, {**_RESNET18, "widths": (512, 1024, 2048)}, 84, 16),
@@ -339,8 +338,7 @@ SPECS: dict[str, Spec] = {
     # A frozen vision transformer over two cameras, and an expert that attends to each of its layers.
     "vla": _spec(
         "Vla",
-        None,
-        ("vision", "expert"),
+        branches=("vision", "expert"),
         tiny=_vla(2, (16, 2, 2, 16), 8, (16, 32, 2, 2), 3),
         small=_vla(8, (192, 6, 3, 96), 16, (180, 512, 8, 4), 20),
         base=_vla(8, (768, 12, 12, 224), 16, (720, 2048, 16, 15), 50),

@@ -6,10 +6,9 @@ A spec has the form that `specs.py` describes, with the one size `tiny`. Losses:
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from benchmarks.workloads.specs import Spec, encoder, ids, image, ones
+from benchmarks.workloads.specs import Spec, both_sides, config_of, encoder, ids, image, ones
 
 TOKENS = ids(2, 8, high=90)
 _MASK = ones(2, 8)
@@ -29,16 +28,13 @@ _CLASSIFIED = {"pixel_values": PICTURE, "labels": _CLASSES}
 _SEQUENCE_TO_SEQUENCE = {
     **VOCABULARY,
     "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
+    **both_sides(64, 2, 2),
     "max_position_embeddings": 24,
     "decoder_start_token_id": 2,
     "use_cache": False,
 }
+_PAIR = {"projection_dim": 32, "text_config": TEXT_CONFIG, "vision_config": VISION_CONFIG}
+_T5 = {**VOCABULARY, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "use_cache": False}
 _CONVOLVED = {
     **TEXT_CONFIG,
     "vocab_size": 32,
@@ -56,9 +52,8 @@ def tiny(model: str, numbers: dict[str, Any], *, config: str = "", loss: str = "
 
     `config` is the class of the config, if its name does not follow from the model's.
     """
-    config = config or f"{re.split('For[A-Z]|Model', model)[0]}Config"
     size = {"config": numbers, "inputs": inputs}
-    return {"model": model, "config": config, "loss": loss, "branches": (), "sizes": {"tiny": size}}
+    return {"model": model, "config": config or config_of(model), "loss": loss, "branches": (), "sizes": {"tiny": size}}
 
 
 def _masked(family: str, **numbers: Any) -> Spec:
@@ -119,21 +114,16 @@ MULTIMODAL: dict[str, Spec] = {
         loss="waves",
         **CAPTIONED,
     ),
-    "chinese_clip": tiny(
-        "ChineseCLIPModel",
-        {"projection_dim": 32, "text_config": TEXT_CONFIG, "vision_config": VISION_CONFIG},
-        **_PAIRED,
-    ),
+    "chinese_clip": tiny("ChineseCLIPModel", _PAIR, **_PAIRED),
     "clipseg": tiny(
         "CLIPSegForImageSegmentation",
         {
-            "projection_dim": 32,
+            **_PAIR,
             "reduce_dim": 16,
             "extract_layers": [0, 1],
             "decoder_num_attention_heads": 2,
             "decoder_intermediate_size": 32,
             "text_config": {**TEXT_CONFIG, "projection_dim": 32},
-            "vision_config": VISION_CONFIG,
         },
         **CAPTIONED,
         labels={"kind": "ids", "low": 0, "high": 2, "shape": (2, 32, 32), "floating": True},
@@ -142,9 +132,8 @@ MULTIMODAL: dict[str, Spec] = {
     "groupvit": tiny(
         "GroupViTModel",
         {
-            "projection_dim": 32,
+            **_PAIR,
             "projection_intermediate_dim": 64,
-            "text_config": TEXT_CONFIG,
             "vision_config": {
                 **VISION_CONFIG,
                 "image_size": 32,
@@ -211,28 +200,11 @@ MULTIMODAL: dict[str, Spec] = {
         visual_feats=image(2, 4, 16),
         visual_pos=image(2, 4, 4),
     ),
-    "owlvit": tiny(
-        "OwlViTModel",
-        {
-            "projection_dim": 32,
-            "text_config": {**TEXT_CONFIG, "max_position_embeddings": 8},
-            "vision_config": VISION_CONFIG,
-        },
-        **_PAIRED,
-    ),
+    "owlvit": tiny("OwlViTModel", {**_PAIR, "text_config": {**TEXT_CONFIG, "max_position_embeddings": 8}}, **_PAIRED),
     "pix2struct": tiny(
         "Pix2StructForConditionalGeneration",
         {
-            "text_config": {
-                **VOCABULARY,
-                "hidden_size": 32,
-                "d_kv": 16,
-                "d_ff": 64,
-                "num_layers": 2,
-                "num_heads": 2,
-                "use_cache": False,
-                "decoder_start_token_id": 0,
-            },
+            "text_config": {**_T5, "hidden_size": 32, "decoder_start_token_id": 0},
             "vision_config": {
                 "hidden_size": 32,
                 "patch_embed_hidden_size": 32,
@@ -288,11 +260,10 @@ MULTIMODAL: dict[str, Spec] = {
     "xclip": tiny(
         "XCLIPModel",
         {
-            "projection_dim": 32,
+            **_PAIR,
             "prompt_layers": 1,
             "prompt_attention_dropout": 0.0,
             "prompt_num_attention_heads": 2,
-            "text_config": TEXT_CONFIG,
             "vision_config": {
                 **VISION_CONFIG,
                 "mit_hidden_size": 32,
@@ -337,16 +308,7 @@ TEXT: dict[str, Spec] = {
     "bart": tiny("BartForConditionalGeneration", _SEQUENCE_TO_SEQUENCE, input_ids=TOKENS, labels=LABELS),
     "t5": tiny(
         "T5ForConditionalGeneration",
-        {
-            **VOCABULARY,
-            "d_model": 32,
-            "d_kv": 16,
-            "d_ff": 64,
-            "num_layers": 2,
-            "num_heads": 2,
-            "decoder_start_token_id": 0,
-            "use_cache": False,
-        },
+        {**_T5, "d_model": 32, "decoder_start_token_id": 0},
         input_ids=TOKENS,
         labels=LABELS,
     ),
@@ -452,12 +414,7 @@ SOUND: dict[str, Spec] = {
         {
             **VOCABULARY,
             "hidden_size": 32,
-            "encoder_layers": 2,
-            "encoder_ffn_dim": 64,
-            "encoder_attention_heads": 2,
-            "decoder_layers": 2,
-            "decoder_ffn_dim": 64,
-            "decoder_attention_heads": 2,
+            **both_sides(64, 2, 2),
             "speech_decoder_prenet_units": 16,
             "speech_decoder_postnet_units": 16,
             "speech_decoder_postnet_layers": 2,

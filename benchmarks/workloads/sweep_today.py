@@ -21,6 +21,22 @@ _FINE = {**VISION_CONFIG, "patch_size": 8}
 _GROUPED = {**CAUSAL, "num_key_value_heads": 1}
 _WIDE_HEADS = {**_GROUPED, "head_dim": 16}
 
+_TWO_SEEN = {
+    "image_token_id": _PLACEHOLDER,
+    "use_cache": False,
+    "text_config": {**_GROUPED, "model_type": "llama"},
+    "vision_config": _FINE,
+}
+_SIGLIP = {**VISION_CONFIG, "model_type": "siglip_vision_model", "vision_use_head": False}
+_PALIGEMMA = {
+    "image_token_index": _PLACEHOLDER,
+    "projection_dim": 32,
+    "hidden_size": 32,
+    "vocab_size": 100,
+    "text_config": {**_WIDE_HEADS, "model_type": "gemma"},
+    "vision_config": _SIGLIP,
+}
+
 _QWEN_PATCH = 3 * 2 * 8 * 8
 """Numbers of a patch: channels, frames, height, width."""
 _QWEN_TOKENS = {
@@ -32,6 +48,7 @@ _QWEN_TOKENS = {
 _QWEN_POSITIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _QWEN_TEXT = {**_GROUPED, "rope_parameters": _QWEN_POSITIONS}
 _QWEN_EYE = {"depth": 2, "num_heads": 2, "patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_QWEN_WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
 _QWEN_INPUTS = {
     "input_ids": ids(
         2,
@@ -76,14 +93,7 @@ TODAY: dict[str, Spec] = {
         {
             **_QWEN_TOKENS,
             "text_config": _QWEN_TEXT,
-            "vision_config": {
-                **_QWEN_EYE,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "out_hidden_size": 32,
-                "window_size": 32,
-                "fullatt_block_indexes": [1],
-            },
+            "vision_config": {**_QWEN_EYE, **_QWEN_WIDTHS, "window_size": 32, "fullatt_block_indexes": [1]},
         },
         **_QWEN_INPUTS,
     ),
@@ -94,9 +104,7 @@ TODAY: dict[str, Spec] = {
             "text_config": {**_WIDE_HEADS, "rope_parameters": {**_QWEN_POSITIONS, "mrope_interleaved": True}},
             "vision_config": {
                 **_QWEN_EYE,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "out_hidden_size": 32,
+                **_QWEN_WIDTHS,
                 "num_position_embeddings": 16,
                 "deepstack_visual_indexes": [0],
             },
@@ -104,24 +112,10 @@ TODAY: dict[str, Spec] = {
         **_QWEN_INPUTS,
     ),
     "idefics3": tiny(
-        "Idefics3ForConditionalGeneration",
-        {
-            "image_token_id": _PLACEHOLDER,
-            "use_cache": False,
-            "text_config": {**_GROUPED, "model_type": "llama"},
-            "vision_config": _FINE,
-        },
-        **_seeing((1, 5), (6, 10), pixel_values=image(2, 2, 3, 32, 32)),
+        "Idefics3ForConditionalGeneration", _TWO_SEEN, **_seeing((1, 5), (6, 10), pixel_values=image(2, 2, 3, 32, 32))
     ),
     "smolvlm": tiny(
-        "SmolVLMForConditionalGeneration",
-        {
-            "image_token_id": _PLACEHOLDER,
-            "use_cache": False,
-            "text_config": {**_GROUPED, "model_type": "llama"},
-            "vision_config": _FINE,
-        },
-        **_seeing((1, 5), (6, 10), pixel_values=image(2, 2, 3, 32, 32)),
+        "SmolVLMForConditionalGeneration", _TWO_SEEN, **_seeing((1, 5), (6, 10), pixel_values=image(2, 2, 3, 32, 32))
     ),
     # A picture of one by two tiles and its thumbnail: 4 features, and two rows of 4 with a line break behind each.
     "llava_onevision": tiny(
@@ -131,7 +125,7 @@ TODAY: dict[str, Spec] = {
             "video_token_index": 98,
             "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]],
             "text_config": {**_GROUPED, "model_type": "qwen2"},
-            "vision_config": {**VISION_CONFIG, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "vision_config": _SIGLIP,
         },
         **_seeing((1, 15), length=20, pixel_values=image(2, 3, 3, 32, 32), image_sizes=rows(2, (32, 64))),
     ),
@@ -162,16 +156,7 @@ TODAY: dict[str, Spec] = {
         return_loss=True,
     ),
     "paligemma": tiny(
-        "PaliGemmaForConditionalGeneration",
-        {
-            "image_token_index": _PLACEHOLDER,
-            "projection_dim": 32,
-            "hidden_size": 32,
-            "vocab_size": 100,
-            "text_config": {**_WIDE_HEADS, "model_type": "gemma"},
-            "vision_config": {**VISION_CONFIG, "model_type": "siglip_vision_model", "vision_use_head": False},
-        },
-        **_seeing((1, 5), kinds="token_type_ids", pixel_values=PICTURE),
+        "PaliGemmaForConditionalGeneration", _PALIGEMMA, **_seeing((1, 5), kinds="token_type_ids", pixel_values=PICTURE)
     ),
     "internvl": tiny(
         "InternVLForConditionalGeneration",
@@ -191,13 +176,9 @@ TODAY: dict[str, Spec] = {
             "max_state_dim": 8,
             "max_action_dim": 8,
             "vlm_config": {
+                **_PALIGEMMA,
                 "model_type": "paligemma",
-                "image_token_index": _PLACEHOLDER,
-                "projection_dim": 32,
-                "hidden_size": 32,
-                "vocab_size": 100,
                 "text_config": {**_WIDE_HEADS, "model_type": "gemma", "use_cache": True},
-                "vision_config": {**VISION_CONFIG, "model_type": "siglip_vision_model", "vision_use_head": False},
             },
             "dit_config": {**_WIDE_HEADS, "model_type": "gemma", "use_cache": True},
         },

@@ -18,7 +18,7 @@ from apollo_compile.tools.bench.turns import measure_children  # noqa: E402
 from benchmarks.harness import whole_steps  # noqa: E402
 from benchmarks.harness.whole_steps import CompiledStep, FullBatch, Loop, TracedStep, TracedWholeStep  # noqa: E402
 from benchmarks.steps import KNOWN, VARIANTS, format_overview, is_judged, make_task  # noqa: E402
-from benchmarks.workloads.chain import build_chain  # noqa: E402
+from benchmarks.workloads import build  # noqa: E402
 from tests.tools.test_bench import FakeChild  # noqa: E402
 
 EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
@@ -116,6 +116,6 @@ def test_the_overview_has_a_ratio_over_every_rival_with_its_interval(tmp_path: P
 
 def test_the_chain_is_the_same_every_time() -> None:
     """Weights and inputs; its loss is that of predicting tokens."""
-    first, second = build_chain(), build_chain()
+    first, second = build("chain"), build("chain")
     losses = [each.loss(each.model(**each.inputs)).detach() for each in (first, second)]
     assert torch.equal(*losses) and 1 < float(losses[0]) < 10
