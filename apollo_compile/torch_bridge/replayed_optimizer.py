@@ -14,12 +14,14 @@ that are fused or capturable, and SGD where it takes the fused kernel.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.storages import addresses_of
 
 MOST_QUICK_CHANGES = 4
 """Changes in a row, each within `FEWEST_STEPS` of the last, after which steps are not replayed until they rest."""
@@ -139,22 +141,20 @@ class _Look:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._settings = _settings_of(optimizer)
-        self._ids = _ids_in(optimizer)
-        states = itertools.chain.from_iterable(map(dict.values, optimizer.state.values()))
-        self._tensors = [each for each in states if isinstance(each, torch.Tensor)]
-        """Held, so that their ids are not used again."""
-        self._addresses = self._addresses_now()
+        self._parameters = _parameters_of(optimizer)
+        self._held = list(_state_of(optimizer))
+        """Held, so that nothing else is at the same addresses."""
+        self._addresses = _addresses_in(optimizer)
 
     def is_up_to_date(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer is as it was."""
+        parameters = _parameters_of(optimizer)
         return (
-            self._ids == _ids_in(optimizer)
-            and self._addresses == self._addresses_now()
-            and self._settings == _settings_of(optimizer)
+            len(parameters) == len(self._parameters)
+            and all(map(operator.is_, parameters, self._parameters))
+            and _addresses_in(optimizer) == self._addresses
+            and _settings_of(optimizer) == self._settings
         )
-
-    def _addresses_now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._tensors))
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[object]:
@@ -170,8 +170,17 @@ def _is_on_device(rate: object) -> bool:
     return isinstance(rate, torch.Tensor) and rate.device.type != "cpu"
 
 
-def _ids_in(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Return the identities of parameters and of their state, without a loop in Python over them."""
-    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    states = itertools.chain.from_iterable(map(dict.values, optimizer.state.values()))
-    return tuple(map(id, itertools.chain(parameters, states)))
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(dict.values, optimizer.state.values()))
+
+
+def _addresses_in(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return the addresses of state, without a loop in Python where all of it is in tensors."""
+    try:
+        return addresses_of(_state_of(optimizer))
+    except TypeError:
+        return [each.data_ptr() if isinstance(each, torch.Tensor) else id(each) for each in _state_of(optimizer)]

@@ -4,6 +4,7 @@
     describe_sharing(values)    which tensors share memory and where, as a text
     storage_handles(tensors)    handles of storages for `count_uses`
     count_uses(handles)         reference count of each storage
+    addresses_of(tensors)       address of each tensor
     Places(addresses)           whether tensors are at these addresses
     WrittenMemory(written)      whether other tensors are in memory that some are written to
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -76,25 +77,25 @@ def count_uses(handles: Iterable[int]) -> list[int]:
     return list(map(torch._C._storage_Use_Count, handles))
 
 
+def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor.
+
+    This is the quickest way, and is compared before every step: `torch._C._tensors_data_ptrs_at_indices_equal` takes
+    twice as long.
+    """
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
 class Places:
     """Addresses that tensors at some positions of a list should have."""
 
     def __init__(self, addresses: Mapping[int, int]) -> None:
         """Take addresses by position."""
-        self._positions = list(addresses)
-        self._by_position: list[int | None] = [addresses.get(i) for i in range(1 + max(addresses, default=-1))]
+        self._positions, self._addresses = list(addresses), list(addresses.values())
 
-    def hold(self, tensors: list[torch.Tensor]) -> bool:
+    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether the tensors have these addresses."""
-        if _are_addresses_equal is not None:
-            return _are_addresses_equal(tensors, self._by_position, self._positions)
-        return all(tensors[each].data_ptr() == self._by_position[each] for each in self._positions)
-
-
-_are_addresses_equal: Callable[[list[torch.Tensor], list[int | None], list[int]], bool] | None = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", None
-)
-"""One native call; None where torch is built without CUDA. Tensors and addresses are both found by position."""
+        return addresses_of([tensors[position] for position in self._positions]) == self._addresses
 
 
 class WrittenMemory:
@@ -120,7 +121,10 @@ class WrittenMemory:
         """
         if not self._written:
             return False
-        addresses = list(map(_address_of, tensors))
+        try:
+            addresses = addresses_of(tensors)
+        except (NotImplementedError, RuntimeError):  # one has no storage
+            addresses = list(map(_address_of, tensors))
         if addresses != self._addresses:
             self._addresses = addresses
             ranges = (_range_of(tensors[place]) for place in self._written)
