@@ -131,7 +131,7 @@ class KeptOutputs:
 
         A tensor that is returned twice is one object: else autograd would give one gradient to two parameters.
         """
-        found: list[torch.Tensor | None] = [output.detach() for output in self.viewed]
+        found: list[torch.Tensor | None] = [output.data for output in self.viewed]  # faster than `detach`
         if self.copied:
             gpu.copy(copies, [each.source for each in self.copied])
             for each, copy in zip(self.copied, copies, strict=True):
