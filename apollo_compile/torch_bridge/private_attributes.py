@@ -1,13 +1,14 @@
 """Attributes of torch's objects that have no public name.
 
 mark_boxed(run)             AOTAutograd passes the inputs in a list, which `run` empties
-has_gradient_hooks(tensor)  whether a hook sees its gradient
+have_gradient_hooks(...)    whether a hook sees the gradient of a tensor
 is_compiled_module(model)   whether a module is the result of `torch.compile`
 TANGENT                     how AOTAutograd's names of gradients that a backward is given begin
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -23,9 +24,9 @@ def mark_boxed(run: _Callable) -> _Callable:
     return run
 
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether a hook sees the gradient of a leaf, before or after it is accumulated."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+def have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether a hook sees the gradient of one of these leaves, before or after it is accumulated."""
+    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in tensors)
 
 
 def is_compiled_module(model: object) -> bool:

@@ -5,6 +5,7 @@ link_step(micro, step graph, ...) -> StepProgram;    StepProgram.run(inputs, wei
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.variants import Variants
 from apollo_compile.target.target import Code, Contract, Target
 from apollo_compile.torch_bridge.optimizers import StepInParts
-from apollo_compile.torch_bridge.private_attributes import has_gradient_hooks
+from apollo_compile.torch_bridge.private_attributes import have_gradient_hooks
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep
 from apollo_compile.torch_bridge.storages import WrittenMemory
 
@@ -34,6 +35,8 @@ class StepProgram:
     num_micro_batches: int
     shared: Sequence[int]
     """Inputs of the forward besides the state of the model that all micro-batches share, by place."""
+    own: Sequence[int]
+    """Those that each micro-batch has for itself."""
     optimizer: StepInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
     is_clipped: bool
@@ -76,9 +79,9 @@ class StepProgram:
                 return reason
         if any(other.grad is not None for other in self.others):
             return "gradients are clipped, and a parameter that gets none in this step has one"
+        if have_gradient_hooks(self.parameters):
+            return "a gradient has hooks"
         for parameter in self.parameters:
-            if has_gradient_hooks(parameter):
-                return "a gradient has hooks"
             if parameter.grad is not None:
                 if self.is_clipped or (self.optimizer is not None and self.optimizer.has(parameter)):
                     return "gradients are there already that clipping or the optimizer has to know of"
@@ -88,23 +91,21 @@ class StepProgram:
 
     def takes(self, inputs: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Whether all micro-batches share the tensors that they shared when it was linked, and gradients go to them."""
-        shared = [[each[place] for place in self.micro.state] for each in inputs]
-        parameters = self.micro.parameters
-        is_shared = all(a is b for others in shared[1:] for a, b in zip(shared[0], others, strict=True))
-        return is_shared and all(inputs[0][place] is parameter for place, parameter in parameters.items())
+        (first, *others), parameters = inputs, self.micro.parameters
+        is_shared = all(each[place] is first[place] for each in others for place in self.micro.state)
+        return is_shared and all(map(operator.is_, [first[place] for place in parameters], self.parameters))
 
     def reason_against(self, inputs: Sequence[Sequence[torch.Tensor]]) -> str | None:
         """Return why these micro-batches cannot be taken now; None if they can.
 
         A plan orders uses of a value, and knows values by their names, not by their memory.
         """
-        one = [inputs[0][place] for place in (*self.micro.state, *self.shared)]
-        return SHARED_MEMORY if self.written.is_shared(one, self._own(inputs)) else None
+        return SHARED_MEMORY if self.written.is_shared(*self._sort(inputs)) else None
 
-    def _own(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return what each micro-batch has for itself."""
-        one = {*self.micro.state, *self.shared}
-        return [tensor for each in inputs for place, tensor in enumerate(each) if place not in one]
+    def _sort(self, inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what all micro-batches share, and what each has for itself."""
+        shared = [inputs[0][place] for place in (*self.micro.state, *self.shared)]
+        return shared, [each[place] for each in inputs for place in self.own]
 
     def find_differing(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[int]:
         """Return places of inputs that should be the same for all micro-batches, and are not."""
@@ -136,11 +137,8 @@ class StepProgram:
         if not self._tangents or weights != self._weights:
             dtype, device = self.micro.loss_dtype, self.micro.device
             self._weights, self._tangents = weights, [torch.full((), w, dtype=dtype, device=device) for w in weights]
-        given = [
-            *(inputs[0][place] for place in (*self.micro.state, *self.shared)),
-            *self._own(inputs),
-            *self._tangents,
-        ]
+        shared, own = self._sort(inputs)
+        given = [*shared, *own, *self._tangents]
         variant = self.variants.current
         taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
         # Bodies were traced under autocast if there was any, and lanes know of none.
@@ -265,6 +263,7 @@ def link_step(
         micro=micro,
         num_micro_batches=step.num_micro_batches,
         shared=sorted(step.shared_inputs.shared),
+        own=sorted({*range(micro.num_inputs)} - {*micro.state, *step.shared_inputs.shared}),
         optimizer=optimizer,
         is_clipped=clip_grad_norm is not None,
         written=WrittenMemory(stepped),
