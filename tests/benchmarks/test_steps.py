@@ -14,9 +14,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from apollo_compile.ir import Variant  # noqa: E402
+from apollo_compile.tools.bench.task import Task  # noqa: E402
 from apollo_compile.tools.bench.turns import measure_children  # noqa: E402
 from benchmarks.harness import whole_steps  # noqa: E402
-from benchmarks.harness.whole_steps import CompiledStep, FullBatch, Loop, TracedStep, TracedWholeStep  # noqa: E402
+from benchmarks.harness.whole_steps import (  # noqa: E402
+    OF_LEARNERS,
+    CompiledStep,
+    CompiledUpdates,
+    FullBatch,
+    Loop,
+    TracedStep,
+    TracedWholeStep,
+    Updates,
+)
 from benchmarks.steps import KNOWN, VARIANTS, format_overview, is_judged, make_task  # noqa: E402
 from benchmarks.workloads import build  # noqa: E402
 from tests.tools.test_bench import FakeChild  # noqa: E402
@@ -43,11 +53,11 @@ def _as_before() -> Iterator[None]:
 
 
 def _numbers(
-    kind: type[Loop], backend: str | None, options: Mapping[str, Any], optimizer: str, folder: Path
+    kind: type[Loop], backend: str | None, options: Mapping[str, Any], task: Task, folder: Path
 ) -> tuple[float, dict[str, Any]]:
     """Return the loss and the digest of a stepper that is asked in this process."""
     order = {
-        "task": asdict(make_task("chain", "tiny", 4, optimizer, 2)),
+        "task": asdict(task),
         "variant": {"backend": backend, "options": options, "keeps_memory": False},
         "digest": str(folder / f"{kind.__name__}.npz"),
     }
@@ -55,8 +65,8 @@ def _numbers(
     assert stepper.start() > 0
     stepper.warm_up(3)
     assert len(stepper.run(1, 2)) == 2
-    if kind is CompiledStep:
-        assert stepper.ran() == [Variant.PLAN]
+    if kind in (CompiledStep, CompiledUpdates):
+        assert stepper.is_settled() and set(stepper.ran()) == {Variant.PLAN}
     numbers = stepper.numbers()
     with np.load(numbers["digest"]) as arrays:
         return numbers["loss"], {name: arrays[name] for name in arrays.files if name != "names"}
@@ -74,9 +84,21 @@ def _numbers(
 )
 def test_all_kinds_of_steps_train_alike(kind: type[Loop], optimizer: str, tmp_path: Path) -> None:
     """After whatever was timed, the first weights are there again, and change as those of the loop did in eager."""
-    loss, changes = _numbers(Loop, None, {}, optimizer, tmp_path)
+    task = make_task("chain", "tiny", 4, optimizer, 2)
+    _assert_alike(_numbers(Loop, None, {}, task, tmp_path), _numbers(kind, *KINDS[kind], task, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Updates, CompiledUpdates])
+def test_updates_of_a_learner_train_alike(kind: type[Loop], tmp_path: Path) -> None:
+    """With losses compiled by themselves, and with compiled steps."""
+    task = make_task("sac", "tiny", 8, "its own", 1)
+    _assert_alike(_numbers(Updates, None, {}, task, tmp_path), _numbers(kind, "apollo", EAGER, task, tmp_path))
+
+
+def _assert_alike(expected: tuple[float, dict[str, Any]], actual: tuple[float, dict[str, Any]]) -> None:
+    (loss, changes), (other, others) = expected, actual
     largest = max(np.abs(change).max() for change in changes.values())
-    other, others = _numbers(kind, *KINDS[kind], optimizer, tmp_path)
     assert largest > 1e-4 and other == pytest.approx(loss, rel=1e-5)
     for name, change in changes.items():
         np.testing.assert_allclose(others[name], change, rtol=0, atol=1e-3 * largest, err_msg=name)
@@ -84,8 +106,8 @@ def test_all_kinds_of_steps_train_alike(kind: type[Loop], optimizer: str, tmp_pa
 
 def test_every_variant_has_a_stepper_and_the_reference_comes_first() -> None:
     """Names of classes are data for other processes."""
-    for variant in KNOWN.values():
-        module, _, name = variant.stepper.partition(":")
+    for stepper in (*(variant.stepper for variant in KNOWN.values()), *OF_LEARNERS.values()):
+        module, _, name = stepper.partition(":")
         assert module == whole_steps.__name__ and issubclass(getattr(whole_steps, name), Loop)
     assert VARIANTS[0].name == "eager"
 
