@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apollo_compile.session.step.arguments import check_arguments
+from apollo_compile.session.step.arguments import StepSettings, check_arguments
 from apollo_compile.session.step.loss import LossFunction
 from apollo_compile.session.step.split import Split, Weigh, split_evenly
 from apollo_compile.session.step.step import Step
@@ -28,18 +28,22 @@ def compile_step(
     clip_grad_norm: float | None = None,
     split: Split | None = None,
     weigh: Weigh | None = None,
+    keep_gradients: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Step:
     """Return a function that takes one training step per call: `loss = step(batch)`.
 
-    A step computes the loss of every micro-batch and the gradients of their weighted mean, clips them, steps the
-    optimizer and leaves gradients in `.grad`, as this loop does:
+    A step computes the loss of every micro-batch and the gradients of their weighted mean, clips them and steps the
+    optimizer, as this loop does:
 
         optimizer.zero_grad()
         for part, weight in zip(split(batch, microbatches), weights):
             (loss_fn(model, part) * weight).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
         optimizer.step()
+        optimizer.zero_grad()
+
+    A gradient is released as soon as the optimizer has used it, so not all of them are in memory at once.
 
     Arguments:
         model: the module that is trained, not compiled.
@@ -52,6 +56,7 @@ def compile_step(
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         split: `split(batch, microbatches)` returns the parts; None cuts all tensors along dimension 0.
         weigh: how much a micro-batch counts; None is equally. Weights are divided by their sum.
+        keep_gradients: whether gradients stay in `.grad` after the step, for who reads them there.
         options: as for `torch.compile(..., options=...)`.
 
     Raises:
@@ -60,13 +65,12 @@ def compile_step(
         ConfigError: `microbatches` is not above 0, or an option is unknown or has a wrong value.
     """
     check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
-    return Step(
-        model,
-        loss_fn,
-        optimizer,
+    settings = StepSettings(
         microbatches=microbatches,
         clip_grad_norm=clip_grad_norm,
         split=split or split_evenly,
         weigh=weigh,
+        keep_gradients=keep_gradients,
         options=dict(options or {}),
     )
+    return Step(model, loss_fn, optimizer, settings)

@@ -140,18 +140,41 @@ class _Linker:
     def finish(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> SegmentGraph:
         """Return the graph of the step."""
         returned = tuple(self._lookup(value, "the step returns") for value in outputs)
+        order = self._order()
+        place = {segment: SegmentId(number) for number, segment in enumerate(order)}
         buffers = tuple(
-            replace(buffer, readers=tuple(readers), is_output=buffer.id in returned)
+            replace(
+                buffer,
+                producer=None if buffer.producer is None else place[buffer.producer],
+                readers=tuple(sorted(place[reader] for reader in readers)),
+                is_output=buffer.id in returned,
+            )
             for buffer, readers in zip(self._buffers, self._readers, strict=True)
         )
+        segments = (self._segments[segment] for segment in order)
         return SegmentGraph(
             name=name,
             role=Role.STEP,
-            segments=tuple(self._segments),
+            segments=tuple(
+                replace(each, id=place[each.id], after=tuple(sorted(place[other] for other in each.after)))
+                for each in segments
+            ),
             buffers=buffers,
             inputs=tuple(self._buffer_of[value] for value in inputs),
             outputs=returned,
         )
+
+    def _order(self) -> Sequence[SegmentId]:
+        """Return the segments in the order of the calls, but each update right behind the last that it waits for.
+
+        Gradients that are released by their update are then few at a time where segments run in this order.
+        """
+        behind: list[int] = []
+        for segment in self._segments:
+            made = (self._buffers[buffer].producer for buffer in segment.inputs)
+            before = [behind[other] for other in (*made, *segment.after) if other is not None]
+            behind.append(max(before, default=0) if segment.phase is Phase.UPDATE else segment.id)
+        return sorted((segment.id for segment in self._segments), key=lambda each: (behind[each], each))
 
     def _place_buffers(self, call: Call, graph: SegmentGraph, first: int) -> Mapping[BufferId, BufferId]:
         """Return the buffer of the step for every buffer of a call's graph."""

@@ -161,6 +161,7 @@ def _check_steps(options: dict[str, Any], most: int, most_steps: int) -> int:
             _loss_of_part,  # type: ignore[arg-type]
             torch.optim.SGD(model.parameters(), lr=1e-3),
             split=lambda batch, _: batch,
+            keep_gradients=True,
             options={**STRICT, **options, "plan.replan": False},
         )
         optimizer = torch.optim.SGD(expected.parameters(), lr=1e-3)

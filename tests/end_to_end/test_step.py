@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch import nn
 
+from apollo_compile import step as public
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.reports.report import Report
 from apollo_compile.session.step.split import split_evenly
-from apollo_compile.step import Step, compile_step
+from apollo_compile.step import Step
 from apollo_compile.tools.explain_step import explain_step
 from apollo_compile.tools.report import report, status
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
@@ -34,6 +35,9 @@ EAGER = {
     "plan.time_limit_s": 0.2,
 }
 """Bodies that take no time to compile, plans that take little, and the program from the second step on."""
+
+compile_step = partial(public.compile_step, keep_gradients=True)
+"""Leaves gradients where these tests look for them; what happens to them otherwise: `test_step_gradients.py`."""
 
 ADAMW = partial(torch.optim.AdamW, eps=1e-3)
 """With the usual epsilon, gradients that are zero but for rounding become full steps in a random direction."""

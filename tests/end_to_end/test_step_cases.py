@@ -112,6 +112,7 @@ def compile_training(training: Training, options: dict[str, Any]) -> Step:
         clip_grad_norm=training.clip_grad_norm,
         split=training.split,
         weigh=training.weigh,
+        keep_gradients=True,
         options=options,
     )
 

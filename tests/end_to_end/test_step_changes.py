@@ -32,7 +32,7 @@ def test_an_error_of_the_loss_function_says_nothing_of_the_next_batch() -> None:
     """As where one batch lacks its labels: the error is the user's, and the next batch is one graph."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 16))
-    step = compile_step(model, loss_of, options=EAGER)
+    step = compile_step(model, loss_of, keep_gradients=True, options=EAGER)
     for seed, names in enumerate(("x", "xy", "xy", "x", "xy")):
         batch = {name: batch_of(seed)[name] for name in names}
         if names == "x":
@@ -63,7 +63,9 @@ def test_what_is_trained_may_change_before_inductor_traces_the_step(change: Call
     """Its gradients are of the parameters that the program has, and only guards of the loss function know of others."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
-    step = compile_step(model, loss_of, options={**EAGER, "plan.autotune": True, "plan.compile_share": 1e6})
+    step = compile_step(
+        model, loss_of, keep_gradients=True, options={**EAGER, "plan.autotune": True, "plan.compile_share": 1e6}
+    )
     while not (step.tuners and step.tuners[0].is_settled):
         step(batch_of(0))
     while step.tuners[0].begin_step(0) is not Variant.TRACED:  # if nothing changes
@@ -83,7 +85,7 @@ def test_copies_of_a_step_train_copies_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     holder = {
         "model": model,
-        "step": compile_step(model, loss_of, torch.optim.SGD(model.parameters()), options=EAGER),
+        "step": compile_step(model, loss_of, torch.optim.SGD(model.parameters()), keep_gradients=True, options=EAGER),
     }
     holder["step"](batch_of(0))
     for copied in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):

@@ -78,7 +78,7 @@ def assert_trains_alike(
     torch._dynamo.reset()
     expected = copy.deepcopy(model) if other is None else other
     own, others = make_optimizer(model.parameters()), make_optimizer(expected.parameters())
-    step = compile_step(model, loss_of, own, microbatches=count, options=options)
+    step = compile_step(model, loss_of, own, microbatches=count, keep_gradients=True, options=options)
     dtype = next(model.parameters()).dtype
     for number in range(num_steps):
         batch = batch_of(number, 64 if dtype is torch.bfloat16 else 16).to(dtype)
@@ -239,7 +239,7 @@ def test_memory_that_is_shared_later_is_seen() -> None:
     model = Towers()
     expected = copy.deepcopy(model)
     own, others = sgd(model.parameters()), sgd(expected.parameters())
-    step = compile_step(model, loss_of, own, options=EAGER)
+    step = compile_step(model, loss_of, own, keep_gradients=True, options=EAGER)
     for number in range(16):
         batches = [batch_of(number)] * 2
         if number == 5:
@@ -290,7 +290,9 @@ def test_a_seed_decides_the_numbers_whatever_runs(
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(Towers(dropout=0.5, depth=1), nn.BatchNorm1d(16) if norm else nn.Identity())
-    step = compile_step(model, loss_of, microbatches=count, options={**COMPARED, "runtime.bodies": bodies})
+    step = compile_step(
+        model, loss_of, microbatches=count, keep_gradients=True, options={**COMPARED, "runtime.bodies": bodies}
+    )
     found = set()
     for _ in range(3000):
         model.zero_grad()
@@ -308,7 +310,7 @@ def test_a_seed_decides_the_numbers_whatever_runs(
 def test_a_step_does_not_wait_for_a_compile_that_its_training_does_not_pay_for(every_variant: set[Variant]) -> None:
     """Within the first steps of a run, Inductor compiles no whole step to compare with."""
     torch._dynamo.reset()
-    step = compile_step(Towers(), loss_of, options={**EAGER, "plan.autotune": True})
+    step = compile_step(Towers(), loss_of, keep_gradients=True, options={**EAGER, "plan.autotune": True})
     while not (step.tuners and step.tuners[0].is_settled):
         step(batch_of(0))
     assert Variant.TRACED not in every_variant
@@ -347,7 +349,7 @@ def test_gradients_of_all_dtypes_are_clipped_in_place(make: Callable[..., torch.
     model = Mixed()
     expected = copy.deepcopy(model)
     own, others = make(model.parameters(), lr=0.1), make(expected.parameters(), lr=0.1)
-    step = compile_step(model, loss_of, own, clip_grad_norm=0.01, options=EAGER)
+    step = compile_step(model, loss_of, own, clip_grad_norm=0.01, keep_gradients=True, options=EAGER)
     for number in range(5):
         batch = batch_of(number)
         others.zero_grad()
@@ -371,7 +373,7 @@ def test_an_error_inside_a_program_says_which_parameters_were_updated(
     torch.manual_seed(0)
     model = Towers(depth=1)
     optimizer = sgd(model.parameters())
-    step = compile_step(model, loss_of, optimizer, options=EAGER)
+    step = compile_step(model, loss_of, optimizer, keep_gradients=True, options=EAGER)
     for number in range(3):
         step(batch_of(number))
     parts = step.tuners[0].program.optimizer

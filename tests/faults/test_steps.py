@@ -102,7 +102,9 @@ def test_an_error_in_a_micro_batch_leaves_weights_and_optimizer_alone_and_the_ne
     expected = copy.deepcopy(model)
     own, others = (optimizer(each.parameters(), lr=0.01) for each in (model, expected))  # type: ignore[call-arg]
     options = {**STRICT, "runtime.bodies": "eager", "plan.replan": False, "plan.min_gain": 0.0}
-    step = compile_step(model, _loss, own, microbatches=COUNT, clip_grad_norm=clip, options=options)
+    step = compile_step(
+        model, _loss, own, microbatches=COUNT, clip_grad_norm=clip, keep_gradients=True, options=options
+    )
     seed = 0
 
     def take_both() -> None:

@@ -1,14 +1,30 @@
-"""Check what a training step is compiled for, before anything is."""
+"""What a training step is compiled for: its settings, and checks of them before anything is compiled."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from torch import nn
 
 from apollo_compile.errors import ConfigError, TargetError
+from apollo_compile.session.step.split import Split, Weigh
 from apollo_compile.torch_bridge.private_attributes import is_compiled_module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSettings:
+    """What `compile_step` takes besides model, loss function and optimizer."""
+
+    microbatches: int
+    clip_grad_norm: float | None
+    split: Split
+    weigh: Weigh | None
+    keep_gradients: bool
+    options: Mapping[str, Any]
 
 
 def check_arguments(

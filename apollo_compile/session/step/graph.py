@@ -66,6 +66,8 @@ class StepGraph:
     """Places of the inputs that nothing but the last steps says to stay where they are."""
     written: frozenset[int]
     """Places of the inputs that it writes to."""
+    kept: Sequence[int]
+    """Places of the parameters whose gradients it returns; those of others are released as the update has read them."""
 
 
 def compose_micro_batches(
@@ -77,6 +79,7 @@ def compose_micro_batches(
     clip_grad_norm: float | None = None,
     model_parameters: Sequence[torch.Tensor] = (),
     shared_inputs: SharedInputs = _NOTHING_SHARED,
+    keep_gradients: bool = False,
 ) -> StepGraph:
     """Return the graph of a step.
 
@@ -88,16 +91,22 @@ def compose_micro_batches(
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         model_parameters: all of the model, in the order in which the squares of their norms are added up.
         shared_inputs: which inputs besides the tensors of the model are the same for all micro-batches.
+        keep_gradients: whether to return gradients that the optimizer has used.
     """
     wiring = _Wiring(micro, num_micro_batches, shared_inputs)
     wiring.add_micro_batches()
     wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
+    kept = [
+        place
+        for place, parameter in micro.parameters.items()
+        if keep_gradients or optimizer is None or not optimizer.has(parameter)
+    ]
     graph = compose_step(
         name,
         wiring.graphs,
         wiring.calls,
         inputs=wiring.inputs,
-        outputs=[*wiring.returned, *wiring.gradients.values()],
+        outputs=[*wiring.returned, *(wiring.gradients[place] for place in kept)],
         ordered=wiring.ordered,
     )
     places = {value: place for place, value in enumerate(wiring.inputs)}
@@ -108,6 +117,7 @@ def compose_micro_batches(
         shared_inputs=shared_inputs,
         stable=frozenset(places[f"input {place}"] for place in shared_inputs.stable),
         written=frozenset(places[value] for call in wiring.calls for value in call.writes),
+        kept=kept,
     )
 
 

@@ -56,6 +56,7 @@ class Linker:
         model: the module that is trained.
         optimizer: steps inside of programs where it can.
         clip_grad_norm: to which gradients are clipped; None does not clip.
+        keep_gradients: whether programs return gradients that the optimizer has used.
         config: its options apply.
     """
 
@@ -63,13 +64,16 @@ class Linker:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        *,
         clip_grad_norm: float | None,
+        keep_gradients: bool,
         config: Config,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
+        self._keep_gradients = keep_gradients
         self._config = config
         self._budget = CompileBudget(config.plan.compile_share)
         """Compile budget that all programs share."""
@@ -135,6 +139,7 @@ class Linker:
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=list(parameters.values()),
             shared_inputs=shared_inputs,
+            keep_gradients=self._keep_gradients,
         )
         step = compose(micro)
         program = link_step(

@@ -39,6 +39,8 @@ class StepProgram:
     """Those that each micro-batch has for itself."""
     optimizer: StepInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
+    kept: Sequence[torch.Tensor]
+    """Parameters whose gradients it returns, in their order among the outputs."""
     is_clipped: bool
     """Whether gradients are clipped inside."""
     named_parameters: Mapping[str, torch.Tensor]
@@ -64,7 +66,7 @@ class StepProgram:
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """What gets gradients, in their order among the outputs."""
+        """What gets gradients."""
         return list(self.micro.parameters.values())
 
     def reason_for_loop(self) -> str | None:
@@ -121,7 +123,7 @@ class StepProgram:
     def run(
         self, inputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Return what the loss function returns, micro-batch by micro-batch, and gradients by parameter.
+        """Return what the loss function returns, micro-batch by micro-batch, and gradients of the parameters `kept`.
 
         Gradients are those of the weighted sum of the losses.
 
@@ -146,8 +148,8 @@ class StepProgram:
             outputs = self._run_variant(given)
             made = [gradient for gradient in outputs[self._num_returned :] if gradient is not None]
             if variant not in self._copied:
-                self._copied[variant] = find_shared(made, self.parameters, taken)
-            return outputs[: self._num_returned], own_gradients(made, self.parameters, self._copied[variant])
+                self._copied[variant] = find_shared(made, self.kept, taken)
+            return outputs[: self._num_returned], own_gradients(made, self.kept, self._copied[variant])
 
     def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the current variant; an error says which parameters had been updated."""
@@ -265,6 +267,7 @@ def link_step(
         shared=sorted(step.shared_inputs.shared),
         own=sorted({*range(micro.num_inputs)} - {*micro.state, *step.shared_inputs.shared}),
         optimizer=optimizer,
+        kept=[micro.parameters[place] for place in step.kept],
         is_clipped=clip_grad_norm is not None,
         written=WrittenMemory(stepped),
         named_parameters=named_parameters,

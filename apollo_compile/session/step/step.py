@@ -36,12 +36,13 @@ from apollo_compile.session.step.alternatives import (
     is_autocast_on,
     make_alternatives,
 )
+from apollo_compile.session.step.arguments import StepSettings
 from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction
 from apollo_compile.session.step.notes import LossGraph, Noted
 from apollo_compile.session.step.program import StepProgram, leave_gradients
 from apollo_compile.session.step.returned import combine, detach_others, loss_in, weighted_sum
-from apollo_compile.session.step.split import Split, Weigh, weigh_parts
+from apollo_compile.session.step.split import weigh_parts
 from apollo_compile.session.step.tuning import StepTuner
 
 _logger = logging.getLogger(__name__)
@@ -55,33 +56,24 @@ class Step:
         model: nn.Module,
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer | None,
-        *,
-        microbatches: int,
-        clip_grad_norm: float | None,
-        split: Split,
-        weigh: Weigh | None,
-        options: Mapping[str, Any],
+        settings: StepSettings,
     ) -> None:
-        self.config = load_config(options)
+        self.config = load_config(settings.options)
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._clip_grad_norm = clip_grad_norm
-        self._split = split
-        self._weigh = weigh
-        self._linker = Linker(model, optimizer, clip_grad_norm, self.config)
-        self._loss = CompiledLoss(model, loss_fn, options)
+        self._settings = settings
+        self._linker = Linker(
+            model,
+            optimizer,
+            clip_grad_norm=settings.clip_grad_norm,
+            keep_gradients=settings.keep_gradients,
+            config=self.config,
+        )
+        self._loss = CompiledLoss(model, loss_fn, settings.options)
         self._has_stepped = False
         """Whether a loop has stepped the optimizer."""
-        self._settings: dict[str, Any] = {
-            "microbatches": microbatches,
-            "clip_grad_norm": clip_grad_norm,
-            "split": split,
-            "weigh": weigh,
-            "options": options,
-        }
         self._num_steps = 0
-        self._num_micro_batches = microbatches
         self._returned: Sequence[Any] = ()
         """What the loss function returned for every micro-batch of the latest step, without graphs."""
         self._weights: Sequence[float] = ()
@@ -93,9 +85,12 @@ class Step:
             TargetError: the batch cannot be split, weights have no sum to divide by, or no loss is returned.
             Exception: whatever the model, the loss function or the optimizer raises.
         """
-        parts = list(self._split(batch, self._num_micro_batches))
-        weights = weigh_parts(parts, self._weigh)
+        settings = self._settings
+        parts = list(settings.split(batch, settings.microbatches))
+        weights = weigh_parts(parts, settings.weigh)
         self._returned, self._weights = self._take(parts, weights), weights
+        if self._optimizer is not None and not settings.keep_gradients:
+            self._optimizer.zero_grad()
         return weighted_sum([loss_in(each) for each in self._returned], weights)
 
     @property
@@ -112,7 +107,7 @@ class Step:
 
     def __reduce__(self) -> tuple[Callable[..., Step], tuple[Any, ...]]:
         """Copy or pickle what it was made of: copies of model and optimizer get a step of their own."""
-        return partial(Step, **self._settings), (self._model, self._loss_fn, self._optimizer)
+        return Step, (self._model, self._loss_fn, self._optimizer, self._settings)
 
     # ------------------------------------------------------------------------------------------ what reports ask
 
@@ -215,7 +210,7 @@ class Step:
         for placeholder, output in zip(placeholders, outputs, strict=True):  # the loss function may have kept it, too
             placeholder.set_(output)  # type: ignore[call-overload]
         tuner.held_back = None
-        leave_gradients(program.parameters, gradients)
+        leave_gradients(program.kept, gradients)
         if program.optimizer is None and self._optimizer is not None:
             self._optimizer.step()
         return returned
@@ -290,8 +285,8 @@ class Step:
 
     def _finish(self) -> None:
         """Clip gradients and step the optimizer."""
-        if self._clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad_norm)
+        if self._settings.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip_grad_norm)
         if self._optimizer is not None:
             if not self._has_stepped:  # its state stays; in the place of activations it would keep the rest of theirs
                 torch.cuda.empty_cache()

@@ -133,6 +133,7 @@ class Pair:
             self.optimizers[1],
             microbatches=microbatches,
             clip_grad_norm=clip,
+            keep_gradients=True,
             options={**PROGRAM, **options},
         )
 
@@ -308,7 +309,7 @@ def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) 
     def split(batch: torch.Tensor, count: int) -> Sequence[Any]:
         return list(zip(batch.chunk(count), masks, strict=True))
 
-    run = compile_step(model, loss_of, microbatches=2, split=split, options=PROGRAM)
+    run = compile_step(model, loss_of, microbatches=2, split=split, keep_gradients=True, options=PROGRAM)
     log = gpu.sharing(Sharing.URGENCY).log
     for number in range(FIRST + 6):
         mask = torch.rand(4, dtype=torch.float64)
@@ -339,7 +340,7 @@ def test_a_parameter_that_is_also_read_otherwise_is_not_written_beside_it(
         loss: torch.Tensor = model(batch).square().mean() + alias.square().sum()
         return loss
 
-    run = compile_step(model, loss_of, sgd(model.parameters()), options=PROGRAM)
+    run = compile_step(model, loss_of, sgd(model.parameters()), keep_gradients=True, options=PROGRAM)
     for _ in range(FIRST + 1):
         run(torch.rand(8, 8))
     assert run.tuners and "the optimizer steps after the program: a parameter" in caplog.text

@@ -1,0 +1,92 @@
+"""Gradients that a step releases as its optimizer has used them, and those that it leaves in `.grad`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.ir import Variant
+from apollo_compile.step import compile_step
+from tests.end_to_end.models import TwoTowers
+from tests.end_to_end.step_cases.turns import compile_nothing, offers, take_turns
+from tests.end_to_end.test_step import EAGER, run_loop, state_of, towers_batch, towers_loss
+
+NUM_STEPS = 12
+
+
+@pytest.mark.parametrize("keep", (False, True), ids=("released", "kept"))
+@pytest.mark.parametrize(("count", "clip"), ((1, None), (2, 0.01)))
+def test_gradients_are_released_or_kept_in_every_variant(
+    count: int, clip: float | None, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that releases them trains as one that does not."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    turns = take_turns(monkeypatch)
+    compile_nothing(monkeypatch)
+    model = TwoTowers(depth=1)
+    eager = copy.deepcopy(model)
+    own, others = (torch.optim.SGD(each.parameters(), lr=1e-4, momentum=0.9) for each in (model, eager))
+    options = {**EAGER, "plan.autotune": True}
+    step = compile_step(
+        model, towers_loss, own, microbatches=count, clip_grad_norm=clip, keep_gradients=keep, options=options
+    )
+    for seed in range(NUM_STEPS):
+        step(towers_batch(seed))
+        run_loop(eager, towers_loss, towers_batch(seed), count, None)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(eager.parameters(), clip)
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            if keep:
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+            else:
+                assert mine.grad is None
+        others.step()
+        others.zero_grad()
+    torch.testing.assert_close(state_of(model), state_of(eager), rtol=1e-4, atol=1e-5)
+    (tuner,) = step.tuners
+    assert turns.has_left_the_loop and not turns.missing(tuner)
+
+
+def test_gradients_that_no_optimizer_uses_stay() -> None:
+    """They add up from step to step, as in the loop, whose `zero_grad` knows nothing of them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers(depth=1)
+    eager = copy.deepcopy(model)
+
+    def first_tower(of: Any) -> Any:
+        return next(iter(of.children())).parameters()
+
+    own, others = (torch.optim.SGD(first_tower(each), lr=0.01) for each in (model, eager))
+    step = compile_step(model, towers_loss, own, options=EAGER)
+    for seed in range(6):
+        step(towers_batch(seed))
+        run_loop(eager, towers_loss, towers_batch(seed), 1, others)
+    stepped = {id(each) for each in first_tower(model)}
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        if id(mine) in stepped:
+            assert mine.grad is None
+        else:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_program_that_releases_gradients_needs_less_memory() -> None:
+    """By its plan: those that were used are not alive at its end."""
+    peaks = {}
+    for keep in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = TwoTowers(depth=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = compile_step(model, towers_loss, optimizer, keep_gradients=keep, options=EAGER)
+        for seed in range(4):
+            step(towers_batch(seed))
+        (tuner,) = step.tuners
+        assert Variant.PLAN in offers(tuner)
+        peaks[keep] = tuner.program.variants.compilation.memory.peak_bytes
+    assert peaks[False] <= 0.9 * peaks[True]
