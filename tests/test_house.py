@@ -242,7 +242,7 @@ BUDGETS = {
     "passes": 2_350,
     "planner": 3_100,
     "reports": 2_750,
-    "session": 5_450,
+    "session": 5_500,
     "store": 950,
     "target": 750,
     "tools": 3_150,
