@@ -366,7 +366,7 @@ _CRITICS_OF = ("batch", "state", "action", "width", "critics", "every")
 _DREAMER_OF = ("batch", "steps", "horizon", "picture", "depth", "deter", "hidden", "groups", "classes", "actions")
 
 _SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "sac": {"tiny": (8, 5, 2, 16, 2, 2), "small": (256, 17, 6, 256, 2, 2)},
+    "sac": {"tiny": (8, 5, 2, 16, 2, 2), "small": (256, 17, 6, 256, 2, 1)},
     "redq": {"tiny": (8, 5, 2, 16, 10, 2), "small": (256, 17, 6, 256, 10, 20)},
     "dreamer": {
         "tiny": (2, 3, 2, 16, 2, 8, 8, 2, 4, 2),
