@@ -10,7 +10,7 @@ backward of others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,7 +79,7 @@ def compose_micro_batches(
     clip_grad_norm: float | None = None,
     model_parameters: Sequence[torch.Tensor] = (),
     shared_inputs: SharedInputs = _NOTHING_SHARED,
-    keep_gradients: bool = False,
+    is_kept: Callable[[torch.Tensor], bool] = lambda parameter: True,
 ) -> StepGraph:
     """Return the graph of a step.
 
@@ -91,16 +91,12 @@ def compose_micro_batches(
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         model_parameters: all of the model, in the order in which the squares of their norms are added up.
         shared_inputs: which inputs besides the tensors of the model are the same for all micro-batches.
-        keep_gradients: whether to return gradients that the optimizer has used.
+        is_kept: whether to return the gradient of a parameter; else it is released as the optimizer has used it.
     """
     wiring = _Wiring(micro, num_micro_batches, shared_inputs)
     wiring.add_micro_batches()
     wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
-    kept = [
-        place
-        for place, parameter in micro.parameters.items()
-        if keep_gradients or optimizer is None or not optimizer.has(parameter)
-    ]
+    kept = [place for place, parameter in micro.parameters.items() if is_kept(parameter)]
     graph = compose_step(
         name,
         wiring.graphs,

@@ -139,7 +139,7 @@ class Linker:
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=list(parameters.values()),
             shared_inputs=shared_inputs,
-            keep_gradients=self._keep_gradients,
+            is_kept=lambda each: self._keep_gradients or optimizer is None or not optimizer.has(each),
         )
         step = compose(micro)
         program = link_step(

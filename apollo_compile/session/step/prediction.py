@@ -110,5 +110,6 @@ def _plan(
         optimizer=StepInParts(optimizer) if optimizer is not None and steps_inside else None,
         clip_grad_norm=clip_grad_norm,
         model_parameters=list(micro.parameters.values()),
+        is_kept=lambda parameter: not steps_inside,
     )
     return plan_step(micro, step, profile=dry_run.profile, config=config)
