@@ -43,20 +43,21 @@ def compile_step(
         optimizer.step()
         optimizer.zero_grad()
 
-    A gradient is released as soon as the optimizer has used it, so not all of them are in memory at once.
+    A program that does not clip releases each gradient as soon as the optimizer has used it, so that they are never all
+    in memory at once.
 
     Arguments:
         model: the module that is trained, not compiled.
         loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, alone, first in a tuple,
-            or as `loss` in a mapping. What else it returns is in `step.outputs` afterwards, without a graph. A loss
-            function with graph breaks runs as a loop.
+            or as `loss` in a dictionary. What else it returns is copied, and in `step.outputs` afterwards, without a
+            graph. A loss function with graph breaks runs as a loop.
         optimizer: steps inside the program, module by module, if it is one of torch that treats every parameter by
             itself, else at the end; None leaves gradients in `.grad`, added to what is there.
         microbatches: into how many parts of equal size a batch is split.
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         split: `split(batch, microbatches)` returns the parts; None cuts all tensors along dimension 0.
         weigh: how much a micro-batch counts; None is equally. Weights are divided by their sum.
-        keep_gradients: whether gradients stay in `.grad` after the step, for who reads them there.
+        keep_gradients: whether gradients stay in `.grad` after the step, for code that reads them there.
         options: as for `torch.compile(..., options=...)`.
 
     Raises:

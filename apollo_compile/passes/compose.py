@@ -13,8 +13,9 @@ its inputs at its end: these segments run after all earlier users of the value, 
 Segments that are `ordered`, such as those that draw random numbers or communicate with other ranks, run after all
 `ordered` segments of earlier calls.
 
-Guarantees: every call has one instance of each of its segments, in the order of the calls, with the dependencies of its
-own graph; a name stands for one value at a time, that of the latest call that made it or wrote to it.
+Guarantees: every call has one instance of each of its segments, with the dependencies of its own graph; segments are in
+the order of the calls, but those of the phase UPDATE right behind the last segment that they wait for; a name stands
+for one value at a time, that of the latest call that made it or wrote to it.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class _Linker:
         )
 
     def _order(self) -> Sequence[SegmentId]:
-        """Return the segments in the order of the calls, but each update right behind the last that it waits for.
+        """Return the segments in the order of the calls, but those of updates right behind the last they wait for.
 
         Gradients that are released by their update are then few at a time where segments run in this order.
         """

@@ -69,7 +69,10 @@ def _place_of(error: Exception, cause: Exception) -> str:
 
 def way_out(problem: str) -> str:
     """Return what to do about a loss function that reads, prints or logs a number; empty where that is not why."""
-    is_read = any(word in problem for word in ("item(", "tolist(", "print(", "logging"))
+    what, _, code = problem.rpartition(": ")
+    if code.startswith(("if ", "while ")):  # the number decides what comes next
+        return ""
+    is_read = any(word in what for word in ("Tensor.item", "tolist", "logging.Logger")) or code.startswith("print(")
     return "; return the tensor instead, and read `step.outputs` after the step" if is_read else ""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class StepInParts:
         """Look at the groups of parameters before a step, since groups and checkpoints change them."""
         groups = enumerate(self._optimizer.param_groups)
         self._group_of = {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+    @property
+    def members(self) -> Set[int]:
+        """Ids of the parameters that the optimizer steps."""
+        return self._group_of.keys()
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Return whether the optimizer steps a parameter."""

@@ -159,11 +159,15 @@ class _Look:
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[object]:
     return [
-        (name, (id(value), value.data_ptr()) if isinstance(value, torch.Tensor) else value)
+        (name, len(value) if name == "params" else _setting(value))
         for group in optimizer.param_groups
         for name, value in group.items()
-        if name not in ("params", "initial_lr") and (name != "lr" or _is_on_device(value))
+        if name != "initial_lr" and (name != "lr" or _is_on_device(value))
     ]
+
+
+def _setting(value: object) -> object:
+    return (id(value), value.data_ptr()) if isinstance(value, torch.Tensor) else value
 
 
 def _is_on_device(rate: object) -> bool:

@@ -75,6 +75,20 @@ def test_gradients_that_no_optimizer_uses_stay() -> None:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
+    """Such steps are a loop, and a line says so."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers(depth=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = compile_step(model, towers_loss, optimizer, options=EAGER)
+    for seed in range(6):
+        if seed == 4:
+            left = optimizer.param_groups[0]["params"].pop()
+        step(towers_batch(seed))
+    assert left.grad is not None and "does not step some parameters" in "".join(step.verdicts)
+
+
 def test_a_program_that_releases_gradients_needs_less_memory() -> None:
     """By its plan: those that were used are not alive at its end."""
     peaks = {}

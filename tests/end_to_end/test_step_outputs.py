@@ -175,19 +175,57 @@ def test_a_tensor_that_is_kept_may_be_read_by_the_next_micro_batch() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_outputs_of_other_shapes_by_micro_batch_are_refused() -> None:
-    """With what they have to be; the step itself was taken."""
+def test_outputs_that_differ_by_micro_batch_are_lists() -> None:
+    """Others are combined still; a step that fails has no outputs."""
     torch._dynamo.reset()
 
     def loss_fn(model: nn.Module, batch: Batch) -> Any:
         scores = _scores(model, batch)
-        return scores.square().mean(), scores
+        return scores.square().mean(), {"scores": scores, "size": len(scores), "mean": scores.mean(), "number": 0.5}
 
     split = lambda batch, count: [{name: each[:3] for name, each in batch.items()}, batch]  # noqa: E731
     step = compile_step(TwoTowers(depth=1), loss_fn, microbatches=2, split=split, options=OPTIONS)
     assert step(towers_batch(0)).isfinite()
-    with pytest.raises(TargetError, match="other structures or shapes for some of 2 micro-batches"):
-        step.outputs  # noqa: B018
+    _, outputs = step.outputs
+    assert [len(each) for each in outputs["scores"]] == outputs["size"] == [3, 8]
+    assert outputs["mean"].shape == () and outputs["number"] == 0.5
+    with pytest.raises(KeyError):
+        step({})
+    assert step.outputs is None
+
+
+def test_outputs_do_not_follow_parameters_or_batches() -> None:
+    """A parameter and a part of the batch that are returned have the values that they had in the loss function."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Any:
+        return _scores(model, batch).square().mean(), next(model.parameters()), batch["x"]
+
+    model = TwoTowers(depth=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    step = compile_step(model, loss_fn, optimizer, options={**OPTIONS, "plan.autotune": False})
+    for seed in range(5):
+        before, batch = next(model.parameters()).detach().clone(), towers_batch(seed)
+        kept = batch["x"].clone()
+        step(batch)
+        batch["x"].zero_()
+        _, parameter, given = step.outputs
+        assert torch.equal(parameter, before) and torch.equal(given, kept)
+
+
+class Unknown(dict[str, Any]):
+    """A mapping that torch does not flatten."""
+
+
+def test_a_mapping_that_torch_does_not_know_is_refused() -> None:
+    """Its tensors would keep their graphs."""
+    torch._dynamo.reset()
+    step = compile_step(
+        TwoTowers(depth=1), lambda model, batch: Unknown(loss=_scores(model, batch).square().mean()), options=OPTIONS
+    )
+    with pytest.raises(TargetError, match="returned a Unknown; expected a dict, tuple or list"):
+        step(towers_batch(0))
 
 
 class LogsItself(nn.Module):

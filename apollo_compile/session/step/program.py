@@ -6,7 +6,7 @@ link_step(micro, step graph, ...) -> StepProgram;    StepProgram.run(inputs, wei
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +41,8 @@ class StepProgram:
     """Steps inside the program; None where it steps afterwards, or there is none."""
     kept: Sequence[torch.Tensor]
     """Parameters whose gradients it returns, in their order among the outputs."""
+    released: Set[int]
+    """Ids of the parameters whose gradients the optimizer releases."""
     is_clipped: bool
     """Whether gradients are clipped inside."""
     named_parameters: Mapping[str, torch.Tensor]
@@ -79,6 +81,8 @@ class StepProgram:
             self.optimizer.refresh()
             if (reason := self.optimizer.reason_against()) is not None:
                 return reason
+            if not self.released <= self.optimizer.members:
+                return "the optimizer does not step some parameters any more"
         if any(other.grad is not None for other in self.others):
             return "gradients are clipped, and a parameter that gets none in this step has one"
         if have_gradient_hooks(self.parameters):
@@ -93,7 +97,8 @@ class StepProgram:
 
     def takes(self, inputs: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Whether all micro-batches share the tensors that they shared when it was linked, and gradients go to them."""
-        (first, *others), parameters = inputs, self.micro.parameters
+        first, *others = inputs
+        parameters = self.micro.parameters
         is_shared = all(each[place] is first[place] for each in others for place in self.micro.state)
         return is_shared and all(map(operator.is_, [first[place] for place in parameters], self.parameters))
 
@@ -268,6 +273,7 @@ def link_step(
         own=sorted({*range(micro.num_inputs)} - {*micro.state, *step.shared_inputs.shared}),
         optimizer=optimizer,
         kept=[micro.parameters[place] for place in step.kept],
+        released={id(p) for place, p in micro.parameters.items() if place not in step.kept},
         is_clipped=clip_grad_norm is not None,
         written=WrittenMemory(stepped),
         named_parameters=named_parameters,

@@ -1,18 +1,18 @@
 """What a loss function returns: the loss, alone or among other tensors, which are outputs of the step.
 
-loss_in(returned) -> the loss;    detach_others(returned);    combine(returned by micro-batch, weights) -> outputs
+loss_in(returned) -> the loss;    detach_others(returned);    Outputs(returned by micro-batch, weights).combined
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from apollo_compile.errors import TargetError
-from apollo_compile.session.step.split import kind_of
-from apollo_compile.torch_bridge.trees import map_tensors, map_together
+from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_tensors, map_together
 
 
 def loss_in(returned: Any) -> torch.Tensor:
@@ -22,6 +22,9 @@ def loss_in(returned: Any) -> torch.Tensor:
         TargetError: it is no tensor without dimensions.
     """
     loss = find_loss(returned)
+    unknown = next((each for each in leaves_of(returned) if isinstance(each, Mapping)), None)
+    if unknown is not None:  # whose tensors nobody would find
+        raise TargetError(f"the loss function returned a {type(unknown).__name__}; expected a dict, tuple or list")
     if not isinstance(loss, torch.Tensor) or loss.dim():
         shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise TargetError(
@@ -39,31 +42,44 @@ def detach_others(returned: Any) -> Any:
     return map_tensors(lambda tensor: tensor if tensor is loss else tensor.detach().clone(), returned)
 
 
-def combine(returned: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Return the outputs of a step, of what the loss function returned for every micro-batch.
+class Outputs:
+    """What the loss function returned in a step, by micro-batch and without graphs; combined when first asked for."""
 
-    They have its structure. Of one micro-batch they are what it returned; of several, floating-point tensors without
-    dimensions are weighted means, and other tensors are stacked along a new first dimension.
+    def __init__(self, returned: Sequence[Any] = (), weights: Sequence[float] = ()) -> None:
+        self.returned, self._weights = returned, weights
 
-    Raises:
-        TargetError: it returned other structures or shapes for some micro-batches.
-    """
-    if len(returned) == 1:
-        return returned[0]
-    kinds = [kind_of([each]) for each in returned]
-    if any(kind != kinds[0] for kind in kinds):
-        raise TargetError(
-            f"the loss function returned outputs of other structures or shapes for some of {len(returned)} "
-            "micro-batches, which cannot be combined"
-        )
+    @functools.cached_property
+    def combined(self) -> Any:
+        """The outputs of the step, in the structure of what the loss function returned; None if it returned nothing.
 
-    def join(*values: Any) -> Any:
-        if not isinstance(values[0], torch.Tensor):
-            return values[0]
-        is_scalar = values[0].is_floating_point() and not values[0].dim()
-        return weighted_sum(values, weights) if is_scalar else torch.stack(values)
+        Of one micro-batch they are what it returned. Of several, floating-point numbers and tensors without dimensions
+        are weighted means, and other tensors are stacked along a new first dimension. What differs in shape, or is no
+        tensor and differs, is a list.
 
-    return map_together(join, returned)
+        Raises:
+            TargetError: it returned other structures for some micro-batches.
+        """
+        if len(self.returned) < 2:
+            return self.returned[0] if self.returned else None
+        structures = {flatten(each)[1] for each in self.returned}
+        if len(structures) > 1:
+            raise TargetError(
+                f"the loss function returned outputs of {len(structures)} structures for {len(self.returned)} "
+                f"micro-batches, which cannot be combined: {', '.join(sorted(structures))}"
+            )
+        return map_together(self._join, self.returned)
+
+    def _join(self, *values: Any) -> Any:
+        first = values[0]
+        if isinstance(first, float) or _is_number(first):
+            return weighted_sum(values, self._weights)
+        if isinstance(first, torch.Tensor):
+            return torch.stack(values) if len({each.shape for each in values}) == 1 else list(values)
+        return first if all(each == first for each in values) else list(values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.dim()
 
 
 def detach(returned: Any) -> Any:
@@ -71,7 +87,7 @@ def detach(returned: Any) -> Any:
     return map_tensors(torch.Tensor.detach, returned)
 
 
-def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Return the sum of values, each times its weight, from the first to the last."""
     total = values[0] * weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):

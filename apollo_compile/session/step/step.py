@@ -41,7 +41,7 @@ from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction
 from apollo_compile.session.step.notes import LossGraph, Noted
 from apollo_compile.session.step.program import StepProgram, leave_gradients
-from apollo_compile.session.step.returned import combine, detach_others, loss_in, weighted_sum
+from apollo_compile.session.step.returned import Outputs, detach_others, loss_in, weighted_sum
 from apollo_compile.session.step.split import weigh_parts
 from apollo_compile.session.step.tuning import StepTuner
 
@@ -74,9 +74,7 @@ class Step:
         self._has_stepped = False
         """Whether a loop has stepped the optimizer."""
         self._num_steps = 0
-        self._returned: Sequence[Any] = ()
-        """What the loss function returned for every micro-batch of the latest step, without graphs."""
-        self._weights: Sequence[float] = ()
+        self._outputs = Outputs()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take one step; return the weighted mean of the losses, without a graph.
@@ -88,22 +86,20 @@ class Step:
         settings = self._settings
         parts = list(settings.split(batch, settings.microbatches))
         weights = weigh_parts(parts, settings.weigh)
-        self._returned, self._weights = self._take(parts, weights), weights
+        self._outputs = Outputs()  # which may be large, and are those of no step if this one fails
+        self._outputs = Outputs(self._take(parts, weights), weights)
         if self._optimizer is not None and not settings.keep_gradients:
             self._optimizer.zero_grad()
-        return weighted_sum([loss_in(each) for each in self._returned], weights)
+        loss: torch.Tensor = weighted_sum([loss_in(each) for each in self._outputs.returned], weights)
+        return loss
 
     @property
     def outputs(self) -> Any:
-        """What the loss function returned in the latest step, without graphs; None before the first step.
+        """What the loss function returned in the latest step, without graphs; None before it and where it failed.
 
-        Of one micro-batch it is that. Of several it has the same structure: floating-point tensors without dimensions
-        are means by the weights of the micro-batches, all other tensors are stacked along a new first dimension.
-
-        Raises:
-            TargetError: the loss function returned other structures or shapes for some micro-batches.
+        Of several micro-batches it has the same structure; see `Outputs.combined`.
         """
-        return combine(self._returned, self._weights) if self._returned else None
+        return self._outputs.combined
 
     def __reduce__(self) -> tuple[Callable[..., Step], tuple[Any, ...]]:
         """Copy or pickle what it was made of: copies of model and optimizer get a step of their own."""
