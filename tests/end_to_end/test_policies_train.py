@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,24 +98,25 @@ def _assert_ran_plans(steps: list[Step]) -> None:
         assert step.verdicts and all("loop" not in verdict for verdict in step.verdicts), step.verdicts
 
 
-@_parametrize(POLICIES)
-def test_a_policy_trains_as_in_eager(name: str, options: Mapping[str, Any]) -> None:
-    """Losses, parameters and the state of the optimizer, after steps on batches that are not alike."""
-    expected, _ = _train_policy(name, make_loop)
-    actual, steps = _train_policy(name, partial(compile_step, options=options))
+def _check_training(train: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+    """Expect the same of a training in eager and of one with compiled steps, whose plans ran if they were forced."""
+    expected, _ = train(name, make_loop)
+    actual, steps = train(name, partial(compile_step, options=options))
     _assert_same(expected, actual)
     if "plan.autotune" in options:
         _assert_ran_plans(steps)
+
+
+@_parametrize(POLICIES)
+def test_a_policy_trains_as_in_eager(name: str, options: Mapping[str, Any]) -> None:
+    """Losses, parameters and the state of the optimizer, after steps on batches that are not alike."""
+    _check_training(_train_policy, name, options)
 
 
 @_parametrize(LEARNERS)
 def test_a_learner_trains_as_in_eager(name: str, options: Mapping[str, Any]) -> None:
     """Losses of all phases, networks and their targets, and the state of every optimizer."""
-    expected, _ = _train_learner(name, make_loop)
-    actual, steps = _train_learner(name, partial(compile_step, options=options))
-    _assert_same(expected, actual)
-    if "plan.autotune" in options:
-        _assert_ran_plans(steps)
+    _check_training(_train_learner, name, options)
 
 
 @pytest.mark.parametrize("name", LEARNERS)

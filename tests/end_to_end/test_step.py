@@ -106,6 +106,17 @@ def run_loop(
     return total
 
 
+def make_towers_twice(
+    optimize: Callable[..., torch.optim.Optimizer],
+) -> tuple[tuple[nn.Module, torch.optim.Optimizer], tuple[nn.Module, torch.optim.Optimizer]]:
+    """Return two towers with an optimizer, and equal ones to train in eager; nothing is compiled yet."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers(depth=1)
+    eager = copy.deepcopy(model)
+    return (model, optimize(model.parameters())), (eager, optimize(eager.parameters()))
+
+
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of parameters and buffers."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from apollo_compile.ir import Variant
 from apollo_compile.step import compile_step
 from tests.end_to_end.models import TwoTowers
 from tests.end_to_end.step_cases.turns import compile_nothing, offers, take_turns
-from tests.end_to_end.test_step import EAGER, run_loop, state_of, towers_batch, towers_loss
+from tests.end_to_end.test_step import EAGER, make_towers_twice, run_loop, state_of, towers_batch, towers_loss
 
 NUM_STEPS = 12
 
@@ -24,13 +25,9 @@ def test_gradients_are_released_or_kept_in_every_variant(
     count: int, clip: float | None, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that releases them trains as one that does not."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     turns = take_turns(monkeypatch)
     compile_nothing(monkeypatch)
-    model = TwoTowers(depth=1)
-    eager = copy.deepcopy(model)
-    own, others = (torch.optim.SGD(each.parameters(), lr=1e-4, momentum=0.9) for each in (model, eager))
+    (model, own), (eager, others) = make_towers_twice(partial(torch.optim.SGD, lr=1e-4, momentum=0.9))
     options = {**EAGER, "plan.autotune": True}
     step = compile_step(
         model, towers_loss, own, microbatches=count, clip_grad_norm=clip, keep_gradients=keep, options=options

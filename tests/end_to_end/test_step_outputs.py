@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import compile_step
 from tests.end_to_end.models import TwoTowers
 from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
-from tests.end_to_end.test_step import Batch, state_of, towers_batch
+from tests.end_to_end.test_step import Batch, make_towers_twice, state_of, towers_batch
 
 OPTIONS = {"runtime.bodies": "eager", "plan.replan": False, "plan.min_gain": 0.0, "plan.time_limit_s": 0.2}
 NUM_STEPS = 12
@@ -97,13 +98,9 @@ def test_outputs_are_those_of_the_loop(
     loss_fn: Callable[[nn.Module, Batch], Any], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the program, of its segments in turn, of the loop in eager and of the traced step; none has a graph."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     turns = take_turns(monkeypatch)
     compile_nothing(monkeypatch)
-    model = TwoTowers(depth=1)
-    eager = copy.deepcopy(model)
-    own, others = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, eager))
+    (model, own), (eager, others) = make_towers_twice(partial(torch.optim.SGD, lr=0.01))
     step = compile_step(model, loss_fn, own, microbatches=count, options=OPTIONS)
     assert step.outputs is None
     kept = []

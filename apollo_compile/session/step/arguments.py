@@ -1,4 +1,4 @@
-"""What a training step is compiled for: its settings, and checks of them before anything is compiled."""
+"""Settings of a training step, and checks of its arguments before anything is compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apollo_compile.torch_bridge.private_attributes import is_compiled_module
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSettings:
-    """What `compile_step` takes besides model, loss function and optimizer."""
+    """Arguments of `compile_step` besides model, loss function and optimizer."""
 
     microbatches: int
     clip_grad_norm: float | None

@@ -164,7 +164,7 @@ class _Wiring:
         """Of all other graphs."""
         self.calls: list[Call] = []
         self.returned: list[str] = []
-        """What the loss function returns, micro-batch by micro-batch."""
+        """Names of the values that the loss function returns, micro-batch by micro-batch."""
         self.gradients: dict[int, str] = {}
         """By place of the parameter."""
 

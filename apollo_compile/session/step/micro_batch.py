@@ -81,8 +81,6 @@ class MicroBatchGraphs:
     """Of the forward."""
     returned: Sequence[int]
     """Places of what the loss function returns among the outputs of the forward."""
-    loss: int
-    """Place of the loss among `returned`."""
     loss_dtype: torch.dtype
     parameters: Mapping[int, torch.Tensor] = field(init=False)
     """What gets gradients, by its place among the inputs of the forward."""
@@ -195,7 +193,6 @@ def join_graphs(
         state=state,
         num_inputs=len(tensors),
         returned=returned,
-        loss=loss,
         loss_dtype=dtypes[loss],
     )
 

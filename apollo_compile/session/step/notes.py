@@ -40,7 +40,7 @@ class LossGraph:
     inputs: tuple[Any, ...] | None = None
     """Of its latest run, until it is known whether it can be linked; only tensors of the model have data."""
     dtypes: Sequence[torch.dtype] = ()
-    """Of its outputs."""
+    """Dtypes of its outputs."""
     loss: int = 0
     """Place of the loss among them, the one that has a graph."""
     num_returned: int = 0
@@ -93,7 +93,7 @@ class LossGraph:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What one call of a graph was given, and the outputs that it returned, which have no values yet."""
+    """Inputs of one call of a graph, and the outputs that it returned, which have no values yet."""
 
     graph: LossGraph
     inputs: Sequence[Any]

@@ -36,7 +36,7 @@ class StepProgram:
     shared: Sequence[int]
     """Inputs of the forward besides the state of the model that all micro-batches share, by place."""
     own: Sequence[int]
-    """Those that each micro-batch has for itself."""
+    """Inputs of the forward that each micro-batch has for itself, by place."""
     optimizer: StepInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
     kept: Sequence[torch.Tensor]
@@ -68,7 +68,7 @@ class StepProgram:
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """What gets gradients."""
+        """Parameters that get gradients."""
         return list(self.micro.parameters.values())
 
     def reason_for_loop(self) -> str | None:

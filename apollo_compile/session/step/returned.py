@@ -1,4 +1,4 @@
-"""What a loss function returns: the loss, alone or among other tensors, which are outputs of the step.
+"""Values that a loss function returns: the loss, alone or among other tensors, which are outputs of the step.
 
 loss_in(returned) -> the loss;    detach_others(returned);    Outputs(returned by micro-batch, weights).combined
 """
