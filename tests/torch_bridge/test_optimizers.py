@@ -118,6 +118,20 @@ def test_a_fused_kernel_that_the_user_asked_for_stays(monkeypatch: pytest.Monkey
     assert taken == [True, False, None]
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({}, None), ({"momentum": 0.9}, True), ({"weight_decay": 0.1}, True)]
+)
+def test_plain_sgd_on_a_cpu_is_not_fused(
+    settings: Mapping[str, float], expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one addition per parameter, bit by bit that of the loop; whatever does more is one fused kernel."""
+    taken = []
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]))
+    parameter = torch.nn.Parameter(torch.zeros(256))
+    StepInParts(torch.optim.SGD([parameter], lr=0.1, **settings)).step([parameter], [torch.ones(256)])
+    assert taken[-1] is expected  # before it, the kernel itself is checked
+
+
 def test_a_fused_kernel_that_is_wrong_is_not_chosen_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,13 +139,13 @@ def test_a_fused_kernel_that_is_wrong_is_not_chosen_and_a_warning_says_so(
     monkeypatch.setattr(optimizers, "differs_from_plain", lambda *_: True)
     optimizers._warn_of_kernel.cache_clear()
     parameter = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
     taken = []
     step = torch.optim.SGD.step
     monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]) or step(view))
     for _ in range(2):
         StepInParts(optimizer).step([parameter], [torch.ones(2)])
-    assert taken == [None, None] and parameter.tolist() == [-2.0, -2.0]
+    assert taken == [None, None] and parameter.tolist() == [-2.5, -2.5]
     warnings_of_kernels = [each for each in caplog.messages if "fused kernel of SGD for torch.float32 on cpu" in each]
     assert len(warnings_of_kernels) == 1
 
