@@ -38,6 +38,7 @@ from apollo_compile.torch_bridge.interpret import run_as_traced
 from apollo_compile.torch_bridge.layouts import adopt_layouts
 from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
 from apollo_compile.torch_bridge.tensor_lists import with_tensors_apart
+from apollo_compile.torch_bridge.trees import count_tensors
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +57,8 @@ class DryRun:
     """With what Dynamo called a graph, by its name: parameters and buffers are those of the private copy."""
     state: tuple[torch.Tensor, ...] = ()
     """Parameters and buffers of the private copy."""
+    num_returned: int = 0
+    """How many tensors the call returned."""
 
     def owns(self, tensor: object) -> bool:
         """Return whether a tensor is a parameter or buffer of the private copy."""
@@ -171,7 +174,8 @@ def trace(
 
     try:
         with same_random_states():
-            compile_apart(uses(private.run), backend=compile_graph, dynamic=False, fullgraph=fullgraph)(*args, **kwargs)
+            run = compile_apart(uses(private.run), backend=compile_graph, dynamic=False, fullgraph=fullgraph)
+            dry_run.num_returned = count_tensors(run(*args, **kwargs))
     finally:
         used.clear()  # Dynamo keeps backends and graphs for ever; this frees the plans and the copy
     if not dry_run.graphs:

@@ -28,6 +28,7 @@ def explain_step(
     *,
     microbatches: int = 1,
     clip_grad_norm: float | None = None,
+    keep_gradients: bool = False,
     split: Callable[[Any, int], Sequence[Any]] | None = None,
     options: Mapping[str, Any] | None = None,
     units: Sequence[int] = (),
@@ -44,6 +45,7 @@ def explain_step(
         optimizer: as for `compile_step`.
         microbatches: number of parts of equal size to split the batch into.
         clip_grad_norm: as for `compile_step`.
+        keep_gradients: as for `compile_step`.
         split: as for `compile_step`.
         options: as for `torch.compile(..., options=...)`.
         units: numbers of units to compare with. Every comparison plans all graphs again.
@@ -62,6 +64,7 @@ def explain_step(
         (split or split_evenly)(batch, microbatches),
         optimizer=optimizer,
         clip_grad_norm=clip_grad_norm,
+        keep_gradients=keep_gradients,
         config=config,
         profile=select_profile(config),
     )

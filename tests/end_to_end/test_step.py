@@ -845,8 +845,24 @@ def test_a_step_is_planned_without_training_as_it_will_be() -> None:
     (expected,), (found,) = planned.graphs, report(step).graphs
     assert sorted(each.name for each in found.segments) == sorted(each.name for each in expected.segments)
     assert str(planned).startswith("planned")
+    kept = explain_step(model, chain_loss, chain_batch(0), own, keep_gradients=True, **settings)
+    assert kept.graphs[0].peak_bytes > planned.graphs[0].peak_bytes
     refused = explain_step(model, breaks_the_graph, chain_batch(0), own, **settings)
     assert "falls back: loop over micro-batches: the loss function is not one graph" in str(refused)
+
+
+def test_a_step_that_keeps_tensors_is_not_predicted_a_program() -> None:
+    """It would not be linked either."""
+    torch._dynamo.reset()
+    kept = []
+
+    def keeps(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = chain_loss(model, batch)
+        kept.append(loss * 2)
+        return loss
+
+    planned = explain_step(Chain(), keeps, chain_batch(0), options=EAGER)
+    assert "loop over micro-batches: the loss function keeps tensors besides those that it returns" in str(planned)
 
 
 def test_a_batch_that_cannot_be_split_is_refused_in_words() -> None:

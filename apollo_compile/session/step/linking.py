@@ -28,6 +28,7 @@ from apollo_compile.session.step.graph import (
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
+from apollo_compile.session.step.returned import KEEPS_TENSORS
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.target.target import Target
@@ -107,10 +108,7 @@ class Linker:
             if graph.num_links > MAX_LINKS:
                 raise UnsupportedGraphError("the parameters of the model are replaced again and again")
             if len(graph.dtypes) != graph.num_returned:
-                raise UnsupportedGraphError(
-                    "the loss function keeps tensors besides those that it returns, or reads numbers of them (return "
-                    "the tensors instead, and read `step.outputs` after the step), or the model assigns some"
-                )
+                raise UnsupportedGraphError(KEEPS_TENSORS)
             graph.micro = find_micro(
                 graph.model, graph.inputs, owned_by(self._model), dtypes=graph.dtypes, loss=graph.loss
             )

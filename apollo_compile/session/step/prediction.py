@@ -18,7 +18,7 @@ from apollo_compile.ir import Role
 from apollo_compile.session.dry_run import DryRun, trace
 from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import GraphCode, join_graphs
-from apollo_compile.session.step.returned import detach_others
+from apollo_compile.session.step.returned import KEEPS_TENSORS, detach_others
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
@@ -42,6 +42,7 @@ def predict_step(
     *,
     optimizer: torch.optim.Optimizer | None,
     clip_grad_norm: float | None,
+    keep_gradients: bool,
     config: Config,
     profile: DeviceProfile,
 ) -> Prediction:
@@ -53,6 +54,7 @@ def predict_step(
         parts: the micro-batches; the first is traced.
         optimizer: as for `compile_step`.
         clip_grad_norm: as for `compile_step`.
+        keep_gradients: as for `compile_step`.
         config: its options apply.
         profile: the device.
 
@@ -75,17 +77,21 @@ def predict_step(
             raise
         return Prediction(compilation=None, reason=f"the loss function is not one graph: {problem}")
     try:
-        return Prediction(compilation=_plan(dry_run, len(parts), optimizer, clip_grad_norm, config), reason="")
+        planned = _plan(
+            dry_run, len(parts), optimizer=optimizer, clip_grad_norm=clip_grad_norm, keep_gradients=keep_gradients
+        )
     except UnsupportedGraphError as error:
         return Prediction(compilation=None, reason=str(error))
+    return Prediction(compilation=planned, reason="")
 
 
 def _plan(
     dry_run: DryRun,
     num_micro_batches: int,
+    *,
     optimizer: torch.optim.Optimizer | None,
     clip_grad_norm: float | None,
-    config: Config,
+    keep_gradients: bool,
 ) -> Compilation:
     ((name, planned),) = dry_run.graphs.items()
     by_role = {compilation.capture.role: compilation for compilation, _ in planned}
@@ -98,6 +104,8 @@ def _plan(
         GraphCode(compilation=by_role[role], contract=dry_run.contracts[by_role[role].capture.name])
         for role in (Role.FORWARD, Role.BACKWARD)
     )
+    if len(forward.contract.user_outputs) != dry_run.num_returned:
+        raise UnsupportedGraphError(KEEPS_TENSORS)
     inputs = dry_run.inputs[name]
     owned = {id(each) for each in inputs if dry_run.owns(each)}
     dtypes = [torch.float32] * len(forward.contract.user_outputs)  # which no plan depends on
@@ -110,6 +118,6 @@ def _plan(
         optimizer=StepInParts(optimizer) if optimizer is not None and steps_inside else None,
         clip_grad_norm=clip_grad_norm,
         model_parameters=list(micro.parameters.values()),
-        is_kept=lambda parameter: not steps_inside,
+        is_kept=lambda parameter: keep_gradients or not steps_inside,
     )
-    return plan_step(micro, step, profile=dry_run.profile, config=config)
+    return plan_step(micro, step, profile=dry_run.profile, config=dry_run.config)

@@ -14,6 +14,11 @@ import torch
 from apollo_compile.errors import TargetError
 from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_tensors, map_together
 
+KEEPS_TENSORS = (
+    "the loss function keeps tensors besides those that it returns, or reads numbers of them (return the tensors "
+    "instead, and read `step.outputs` after the step), or the model assigns some"
+)
+
 
 def loss_in(returned: Any) -> torch.Tensor:
     """Return the loss among what a loss function returned.
