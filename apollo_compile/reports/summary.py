@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from apollo_compile.ir import Lane, LaneId, Mode, SegmentGraph, Trace, Variant
 from apollo_compile.reports.branches import name_branches, summarize_modules, summarize_pairs
+from apollo_compile.reports.ensembles import find_ensembles
 from apollo_compile.reports.timelines import make_timelines
 from apollo_compile.reports.values import (
     Bottleneck,
@@ -126,6 +127,7 @@ def summarize(
         peak_bytes=compilation.memory.peak_bytes,
         memory_quota=plan.memory_quota,
         what_if=what_if,
+        ensembles=find_ensembles(compilation),
         is_deterministic=is_deterministic,
         is_cold=is_cold,
     )
