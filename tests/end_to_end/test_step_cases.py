@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from apollo_compile.step import Step, compile_step
-from tests.end_to_end.step_cases import batches, changes, losses, modules, optimizers, parameters, settings
+from tests.end_to_end.step_cases import batches, changes, losses, modules, optimizers, parameters, precision, settings
 from tests.end_to_end.step_cases.cases import MAX_STEPS, MAX_STEPS_COMPILED, STEPS, TABLE, Case, End, Training
 from tests.end_to_end.step_cases.compare import copy_values, find_difference
 from tests.end_to_end.step_cases.turns import Turns, compile_nothing, offers, take_turns
 
-SUBJECTS = (optimizers, parameters, modules, losses, batches, changes, settings)
+SUBJECTS = (optimizers, parameters, modules, losses, batches, changes, precision, settings)
 """What fills the table."""
 
 OPTIONS = {
@@ -45,6 +45,7 @@ SGD with Nesterov; Adam with fused; AdamW with amsgrad; NAdam; a rate that decay
 hooks on the step of an optimizer; bfloat16 with SGD; a parameter without dimensions in bfloat16, clipped
 a weight every other column, with SGD; tied weights; two parameters in one memory, with AdamW; weight norm
 a teacher that follows; gradients are added up, 3 micro-batches; 3 micro-batches of two towers
+autocast: memory of weights is written to; autocast: a weight read inside and outside
 """
 EVERY_TIME = frozenset(_EVERY_TIME.strip().replace("\n", "; ").split("; "))
 """A tenth of the cases, some of every subject; the others run in `make soak`."""

@@ -40,7 +40,8 @@ for clip in (1e-3, 0.5, 1e6):
         )
 
 
-def _spoiled(value: float, number: int) -> dict[str, Any]:
+def spoiled(value: float, number: int) -> dict[str, Any]:
+    """Return samples, one of which has this value in the middle of a training."""
     made = rows(number)
     if number == CHANGE:
         made["x"][0, 0] = value
@@ -59,8 +60,8 @@ for value in (float("inf"), float("nan")):
     for clip in (None, 1.0):
         name = f"a sample that is {value}{', clipped' if clip else ''}"
         says = "Gradients are not finite in a step, and so are weights afterwards."
-        add(name, says, batch=partial(_spoiled, value), clip=clip)
-add("gradients that are not finite are not taken", batch=partial(_spoiled, float("inf")), by=partial(Careful, lr=0.1))
+        add(name, says, batch=partial(spoiled, value), clip=clip)
+add("gradients that are not finite are not taken", batch=partial(spoiled, float("inf")), by=partial(Careful, lr=0.1))
 
 
 @case(**loop("a parameter that gets none in this step has one"))
