@@ -233,7 +233,7 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS = {
-    ".": 38_700,
+    ".": 39_400,
     "autotune": 1_200,
     "device": 5_600,
     "distributed": 3_800,
@@ -245,7 +245,7 @@ BUDGETS = {
     "session": 5_500,
     "store": 950,
     "target": 750,
-    "tools": 3_150,
+    "tools": 3_600,
     "torch_bridge": 4_850,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""

@@ -2,6 +2,7 @@
 
     apollo explain TARGET      plan a model without training it
     apollo report SOURCE       train a model for some steps and report, or show a saved report
+    apollo estimate TARGET     estimate a training step on other devices, and on several
     apollo bench TARGET        measure a model: eager, Inductor and its best mode, apollo on one lane, apollo
     apollo calibrate           measure this machine and save its device profile
     apollo doctor              check this machine, and advise how to fix problems
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from apollo_compile import __version__
 from apollo_compile.config import load_config
+from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ApolloError
 from apollo_compile.json_form import to_json
 from apollo_compile.tools.target_name import split_target
@@ -88,6 +90,24 @@ def _parser() -> argparse.ArgumentParser:
     _add_comparisons(report)
     report.add_argument("--steps", type=_positive, help="training steps; default: until autotuning has ended")
     report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
+
+    estimate = _command(commands, "estimate", _estimate, "estimate a training step on other devices, and on several")
+    _add_target(estimate)
+    estimate.add_argument(
+        "--devices",
+        action="append",
+        required=True,
+        type=_devices,
+        metavar="NAME:N,N",
+        help="a device with numbers of devices: h100:1,2,4,8; cpu2:1,2 for CPUs with two cores; or the path of a "
+        "profile; may be repeated",
+    )
+    estimate.add_argument(
+        "--link",
+        type=_link,
+        metavar="SECONDS,BYTES",
+        help="measured latency and bytes per second between two devices; default: those of data sheets",
+    )
 
     bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor and its best mode, apollo")
     _add_target(bench)
@@ -226,6 +246,21 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _devices(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, counts = text.rpartition(":")
+    if not name:
+        raise argparse.ArgumentTypeError(f"expected NAME:N,N, as in h100:1,2,4,8, got {text!r}")
+    return name, _counts(counts)
+
+
+def _link(text: str) -> Link:
+    try:
+        latency, bandwidth = (float(part) for part in text.split(","))
+        return Link(latency, bandwidth)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected SECONDS,BYTES, as in 10e-6,360e9, got {text!r}: {error}") from error
+
+
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(_positive(part) for part in text.split(","))
 
@@ -324,6 +359,24 @@ def _show(report: Report, args: argparse.Namespace) -> int:
         print(json.dumps({"why": answer}) if answer is not None else report.to_json())
     else:
         print(answer if answer is not None else report)
+    return 0
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    split_target(args.target)
+    from apollo_compile.tools.estimate import estimate, format_estimate
+    from apollo_compile.tools.targets import load_target
+
+    with _Progress() as progress:
+        progress.tell("building the model")
+        found = estimate(
+            load_target(args.target, dict(args.set)),
+            args.devices,
+            link=args.link,
+            options=dict(args.option),
+            progress=progress.tell,
+        )
+    print(json.dumps(to_json(found), indent=1) if args.json else format_estimate(found))
     return 0
 
 
