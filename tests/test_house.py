@@ -233,8 +233,9 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS = {
-    ".": 39_400,
+    ".": 41_150,
     "autotune": 1_200,
+    "cluster": 1_500,
     "device": 5_600,
     "distributed": 3_800,
     "ir": 1_850,
@@ -245,7 +246,7 @@ BUDGETS = {
     "session": 5_500,
     "store": 950,
     "target": 750,
-    "tools": 3_600,
+    "tools": 3_850,
     "torch_bridge": 4_850,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
