@@ -8,6 +8,7 @@
     apollo doctor              check this machine, and advise how to fix problems
     apollo plan-diff A B       compare the plans of two reports, or of two directories of dumps
     apollo pipeline simulate   simulate a training step over several devices, with encoders in the pipeline's bubbles
+    apollo cluster ACTION      plan jobs on a cluster by estimates of their steps, simulate and run them
 
 A TARGET is `path/to/file.py:function` or `package.module:function`; the function returns a model and its inputs
 (see `apollo_compile.tools.targets`). Every command has `--json`.
@@ -34,6 +35,7 @@ from apollo_compile.config import load_config
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ApolloError
 from apollo_compile.json_form import to_json
+from apollo_compile.tools.cluster import ACTIONS
 from apollo_compile.tools.target_name import split_target
 from apollo_compile.units import format_ns, seconds_to_ns
 
@@ -157,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("file", type=Path, metavar="FILE", help="a pipeline with encoders, as JSON")
     simulate.add_argument("--html", type=Path, metavar="FILE", help="write the steps as a page")
     simulate.add_argument("--trace", type=Path, metavar="FILE", help="write the steps for Perfetto")
+
+    cluster = commands.add_parser("cluster", help="plan jobs on a cluster by estimates of their steps, and run them")
+    actions = cluster.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, action in ACTIONS.items():
+        action.add_arguments(_command(actions, name, _cluster, action.text))
     return parser
 
 
@@ -502,6 +509,12 @@ def _simulate_pipeline(args: argparse.Namespace) -> int:
         args.trace.write_text(json.dumps(render_pipeline_trace(simulation.steps)), encoding="utf-8")
     print(json.dumps(simulation.facts) if args.json else simulation.text)
     return 0
+
+
+def _cluster(args: argparse.Namespace) -> int:
+    answer = ACTIONS[args.action].run(args, lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(to_json(answer.facts), indent=1) if args.json else answer.text)
+    return answer.status
 
 
 class _Progress:
