@@ -11,7 +11,7 @@ SOURCES := $(or $(shell find csrc runtime -type f ! -name CMakeLists.txt),$(erro
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
-LONE_TESTS := tests/distributed tests/native $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
+LONE_TESTS := tests/cluster/test_run.py tests/distributed tests/native $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
 OTHER_TESTS := $(if $(TORCH),tests/end_to_end,$(LONE_TESTS:%=--ignore=%))
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"

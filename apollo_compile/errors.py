@@ -11,6 +11,7 @@ ApolloError
 |-- CaptureError           a CUDA graph could not be captured
 |-- RankError              this rank cannot run the plans that the ranks of its job agreed on, so it stops
 |-- PipelinePlanError      a pipeline or its plan cannot run, or breaks a limit
+|-- ClusterError           a cluster, its jobs, or a plan for them cannot be read or run
 |-- MemoryQuotaError       a lane took more memory than its quota
 |-- SampleError            the size or cost of a sample is missing or unusable
 |-- TargetError            a model or its inputs cannot be built or traced
@@ -65,6 +66,10 @@ class RankError(ApolloError, RuntimeError):
 
 class PipelinePlanError(ApolloError, ValueError):
     """A schedule or plan of a pipeline cannot run, or breaks a limit; the message names rank and micro-batch."""
+
+
+class ClusterError(ApolloError, ValueError):
+    """A cluster, its jobs, or a plan for them cannot be read or run; the message names the file and line, or the job."""
 
 
 class MemoryQuotaError(ApolloError):

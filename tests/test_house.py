@@ -209,9 +209,9 @@ def test_an_unknown_public_name_is_an_error_that_lists_the_known_ones() -> None:
 
 @parametrize_files()
 def test_no_file_mentions_a_place_of_one_machine(path: Path) -> None:
-    """The package runs where it is installed; /proc and /sys are the system's interfaces, not places."""
+    """The package runs where it is installed; /proc, /sys and /bin are the system's interfaces, not places."""
     strings = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
-    absolute = re.compile(r"(?<![\w./<>:])(/(?!proc/|sys/)[a-z_][\w.-]*/[\w.-]+|[A-Za-z]:\\\\|~/)")
+    absolute = re.compile(r"(?<![\w./<>:])(/(?!proc/|sys/|bin/)[a-z_][\w.-]*/[\w.-]+|[A-Za-z]:\\\\|~/)")
     found = [(n.lineno, match[0]) for n in strings if (match := absolute.search(n.value))]
     assert not found
     assert not re.search(r"/(work|home|root|tmp|opt|Users)/", path.read_text(encoding="utf-8"))
@@ -233,8 +233,9 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS = {
-    ".": 38_800,
+    ".": 41_150,
     "autotune": 1_200,
+    "cluster": 1_500,
     "device": 5_600,
     "distributed": 3_800,
     "ir": 1_850,
@@ -245,7 +246,7 @@ BUDGETS = {
     "session": 5_500,
     "store": 950,
     "target": 750,
-    "tools": 3_150,
+    "tools": 3_850,
     "torch_bridge": 4_850,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""

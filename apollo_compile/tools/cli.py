@@ -2,11 +2,13 @@
 
     apollo explain TARGET      plan a model without training it
     apollo report SOURCE       train a model for some steps and report, or show a saved report
+    apollo estimate TARGET     estimate a training step on other devices, and on several
     apollo bench TARGET        measure a model: eager, Inductor and its best mode, apollo on one lane, apollo
     apollo calibrate           measure this machine and save its device profile
     apollo doctor              check this machine, and advise how to fix problems
     apollo plan-diff A B       compare the plans of two reports, or of two directories of dumps
     apollo pipeline simulate   simulate a training step over several devices, with encoders in the pipeline's bubbles
+    apollo cluster ACTION      plan jobs on a cluster by estimates of their steps, simulate and run them
 
 A TARGET is `path/to/file.py:function` or `package.module:function`; the function returns a model and its inputs
 (see `apollo_compile.tools.targets`). Every command has `--json`.
@@ -30,8 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 from apollo_compile import __version__
 from apollo_compile.config import load_config
+from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ApolloError
 from apollo_compile.json_form import to_json
+from apollo_compile.tools.cluster import ACTIONS
 from apollo_compile.tools.target_name import split_target
 from apollo_compile.units import format_ns, seconds_to_ns
 
@@ -89,6 +93,24 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--steps", type=_positive, help="training steps; default: until autotuning has ended")
     report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
 
+    estimate = _command(commands, "estimate", _estimate, "estimate a training step on other devices, and on several")
+    _add_target(estimate)
+    estimate.add_argument(
+        "--devices",
+        action="append",
+        required=True,
+        type=_devices,
+        metavar="NAME:N,N",
+        help="a device with numbers of devices: h100:1,2,4,8; cpu2:1,2 for CPUs with two cores; or the path of a "
+        "profile; may be repeated",
+    )
+    estimate.add_argument(
+        "--link",
+        type=_link,
+        metavar="SECONDS,BYTES",
+        help="measured latency and bytes per second between two devices; default: those of data sheets",
+    )
+
     bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor and its best mode, apollo")
     _add_target(bench)
     bench.add_argument("--rounds", type=_positive, default=10, help="turns of every variant; default: 10")
@@ -137,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("file", type=Path, metavar="FILE", help="a pipeline with encoders, as JSON")
     simulate.add_argument("--html", type=Path, metavar="FILE", help="write the steps as a page")
     simulate.add_argument("--trace", type=Path, metavar="FILE", help="write the steps for Perfetto")
+
+    cluster = commands.add_parser("cluster", help="plan jobs on a cluster by estimates of their steps, and run them")
+    actions = cluster.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, action in ACTIONS.items():
+        action.add_arguments(_command(actions, name, _cluster, action.text))
     return parser
 
 
@@ -224,6 +251,21 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
     return int(text)
+
+
+def _devices(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, counts = text.rpartition(":")
+    if not name:
+        raise argparse.ArgumentTypeError(f"expected NAME:N,N, as in h100:1,2,4,8, got {text!r}")
+    return name, _counts(counts)
+
+
+def _link(text: str) -> Link:
+    try:
+        latency, bandwidth = (float(part) for part in text.split(","))
+        return Link(latency, bandwidth)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected SECONDS,BYTES, as in 10e-6,360e9, got {text!r}: {error}") from error
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -324,6 +366,24 @@ def _show(report: Report, args: argparse.Namespace) -> int:
         print(json.dumps({"why": answer}) if answer is not None else report.to_json())
     else:
         print(answer if answer is not None else report)
+    return 0
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    split_target(args.target)
+    from apollo_compile.tools.estimate import estimate, format_estimate
+    from apollo_compile.tools.targets import load_target
+
+    with _Progress() as progress:
+        progress.tell("building the model")
+        found = estimate(
+            load_target(args.target, dict(args.set)),
+            args.devices,
+            link=args.link,
+            options=dict(args.option),
+            progress=progress.tell,
+        )
+    print(json.dumps(to_json(found), indent=1) if args.json else format_estimate(found))
     return 0
 
 
@@ -449,6 +509,12 @@ def _simulate_pipeline(args: argparse.Namespace) -> int:
         args.trace.write_text(json.dumps(render_pipeline_trace(simulation.steps)), encoding="utf-8")
     print(json.dumps(simulation.facts) if args.json else simulation.text)
     return 0
+
+
+def _cluster(args: argparse.Namespace) -> int:
+    answer = ACTIONS[args.action].run(args, lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(to_json(answer.facts), indent=1) if args.json else answer.text)
+    return answer.status
 
 
 class _Progress:

@@ -17,7 +17,7 @@ from tests.profiles import CPU
 
 def test_profiles_come_with_the_package() -> None:
     """One per kind of device, readable by name."""
-    assert packaged_profiles() == ("cpu", "h200")
+    assert packaged_profiles() == ("cpu", "h100", "h200")
     assert load_profile(Path("cpu")).kind == "cpu"
     large = load_profile(Path("h200"))
     assert (large.kind, large.units, large.source) == ("cuda", 132, "datasheet")
@@ -35,11 +35,12 @@ def test_packaged_rates_rise_with_units(name: str) -> None:
         assert per_unit[0] == pytest.approx(max(per_unit), rel=0.01)
 
 
-def test_the_large_device_saturates_its_memory_with_half_of_its_units() -> None:
-    """65 GB/s per SM, 92 % of 4.8 TB/s at most; a neighbour that uses the memory too halves it nearly."""
-    profile = load_profile(Path("h200"))
+@pytest.mark.parametrize(("name", "bandwidth"), [("h100", 3.35e12), ("h200", 4.8e12)])
+def test_a_large_device_saturates_its_memory_with_half_of_its_units(name: str, bandwidth: float) -> None:
+    """65 GB/s per SM, 92 % of the data sheet's at most; a neighbour that uses the memory too halves it nearly."""
+    profile = load_profile(Path(name))
     assert profile.far_rate(10**9, 8) == pytest.approx(8 * 65e9)
-    assert profile.far_rate(10**9, 132) == pytest.approx(0.92 * 4.8e12, rel=0.01)
+    assert profile.far_rate(10**9, 132) == pytest.approx(0.92 * bandwidth, rel=0.01)
     assert profile.slowdown[1][1] == pytest.approx(2 * profile.far_rate(1, 66) / profile.far_rate(1, 132), rel=0.05)
     assert profile.flops_per_s(KernelKind.MATMUL, "bfloat16", 10**10, 132) < 989e12
 
@@ -77,5 +78,5 @@ def test_a_profile_that_was_asked_for_must_be_readable(tmp_path: Path, key: str,
 
 def test_a_missing_file_names_the_packaged_profiles(tmp_path: Path) -> None:
     """Perhaps one of them was meant."""
-    with pytest.raises(ConfigError, match=r"missing\.json.*cpu, h200"):
+    with pytest.raises(ConfigError, match=r"missing\.json.*cpu, h100, h200"):
         load_profile(tmp_path / "missing.json")

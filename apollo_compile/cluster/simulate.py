@@ -1,0 +1,160 @@
+"""Simulate jobs on a cluster under a policy.
+
+    simulate(cluster, jobs, policy) -> Schedule
+
+Jobs arrive, run at the rate of their gang, and end. At each arrival and end, and at multiples of `policy.round_s`, the
+policy says which jobs stop and which start. A job that goes on after a stop loses `cluster.restart_s` first. Nothing is
+measured here: rates are those of the jobs' gangs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from apollo_compile.cluster.room import Nodes, Room
+from apollo_compile.cluster.values import Cluster, Gang, Job, Placement, Schedule
+from apollo_compile.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy wants to change; stops come first."""
+
+    start: tuple[tuple[int, Gang], ...] = ()
+    """Indices of waiting jobs with their gangs."""
+    stop: tuple[int, ...] = ()
+    """Indices of running jobs."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A job on its devices."""
+
+    gang: Gang
+    nodes: Nodes
+    start_s: float
+    work_from_s: float
+    """When it computes its first step: after the restart."""
+    end_s: float
+    """When it ends if it is not stopped."""
+
+
+@dataclass(slots=True)
+class State:
+    """What a policy may look at."""
+
+    cluster: Cluster
+    jobs: Sequence[Job]
+    now_s: float
+    left: list[float]
+    """Steps of every job that are left; of running jobs, when they started."""
+    waiting: list[int]
+    """Jobs that have arrived and do not run, by arrival."""
+    running: dict[int, Running]
+    room: Room
+    """Free devices; a policy may use a copy only."""
+    service: list[float] = field(default_factory=list)
+    """By job, device-seconds that it got in earlier intervals."""
+
+
+class Policy(Protocol):
+    """Decides which jobs run."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables and messages."""
+        ...
+
+    @property
+    def round_s(self) -> float:
+        """Time between decisions besides those at arrivals and ends, which are at its multiples; infinite for none."""
+        ...
+
+    def decide(self, state: State) -> Decision:
+        """Return what to change now."""
+        ...
+
+
+def simulate(cluster: Cluster, jobs: Sequence[Job], policy: Policy) -> Schedule:
+    """Return what `policy` makes of the jobs.
+
+    Raises:
+        ClusterError: a job has no gang that fits the cluster, or the policy never starts a job.
+    """
+    check_jobs(cluster, jobs)
+    order = sorted(range(len(jobs)), key=lambda job: (jobs[job].arrival_s, job))
+    state = State(cluster, jobs, 0.0, [float(job.steps) for job in jobs], [], {}, Room(cluster), [0.0] * len(jobs))
+    placements: list[Placement] = []
+    ends = [math.inf] * len(jobs)
+    arrived = 0
+    while arrived < len(order) or state.waiting or state.running:
+        upcoming = [running.end_s for running in state.running.values()]
+        if arrived < len(order):
+            upcoming.append(jobs[order[arrived]].arrival_s)
+        if state.waiting and state.running and policy.round_s < math.inf:
+            upcoming.append((math.floor(state.now_s / policy.round_s) + 1) * policy.round_s)
+        if not upcoming:
+            names = ", ".join(jobs[job].name for job in state.waiting[:3])
+            raise ClusterError(f"policy {policy.name} never starts {names}, although all devices are free")
+        state.now_s = max(state.now_s, min(upcoming))
+        for job in [job for job, running in state.running.items() if running.end_s <= state.now_s]:
+            ends[job] = state.now_s
+            placements.append(_stop(state, job))
+        while arrived < len(order) and jobs[order[arrived]].arrival_s <= state.now_s:
+            state.waiting.append(order[arrived])
+            arrived += 1
+        decision = policy.decide(state)
+        for job in decision.stop:
+            placements.append(_stop(state, job))
+            state.waiting.append(job)
+        for job, gang in decision.start:
+            _start(state, job, gang, policy)
+    placements = [each for each in placements if each.end_s > each.start_s]
+    return Schedule(
+        policy=policy.name,
+        placements=tuple(sorted(placements, key=lambda each: (each.start_s, each.job))),
+        completion_s=tuple(end - job.arrival_s for end, job in zip(ends, jobs, strict=True)),
+        end_s=tuple(ends),
+        samples=sum(job.steps * job.samples for job in jobs),
+        device_s=cluster.num_devices * max(ends, default=0.0),
+    )
+
+
+def check_jobs(cluster: Cluster, jobs: Sequence[Job]) -> None:
+    """Raise `ClusterError` for a job that cannot run on this cluster."""
+    for job in jobs:
+        if not any(cluster.fits(gang) for gang in job.gangs):
+            wanted = ", ".join(f"{gang.devices} of {gang.kind}" for gang in job.gangs) or "none"
+            has = ", ".join(f"{nodes.count} x {nodes.devices} of {nodes.kind}" for nodes in cluster.nodes)
+            raise ClusterError(
+                f"job {job.name} does not fit the cluster: its gangs are {wanted}; the cluster has {has}"
+            )
+
+
+def _start(state: State, job: int, gang: Gang, policy: Policy) -> None:
+    nodes = state.room.take(gang)
+    if nodes is None:
+        raise ClusterError(f"policy {policy.name} starts {state.jobs[job].name} on devices that are not free")
+    state.waiting.remove(job)
+    is_resumed = state.left[job] < state.jobs[job].steps
+    work_from_s = state.now_s + (state.cluster.restart_s if is_resumed else 0.0)
+    end_s = work_from_s + state.left[job] * gang.step_s
+    state.running[job] = Running(gang, nodes, state.now_s, work_from_s, end_s)
+
+
+def _stop(state: State, job: int) -> Placement:
+    running = state.running.pop(job)
+    state.room.give(running.gang.kind, running.nodes)
+    done = max(0.0, state.now_s - running.work_from_s) / running.gang.step_s
+    state.left[job] = max(0.0, state.left[job] - done)
+    state.service[job] += (state.now_s - running.start_s) * running.gang.devices
+    return Placement(
+        job=state.jobs[job].name,
+        gang=running.gang,
+        nodes=running.nodes,
+        start_s=running.start_s,
+        end_s=state.now_s,
+    )

@@ -1,0 +1,109 @@
+"""Plans run on Ray, with torchrun and real training inside, on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apollo_compile
+from apollo_compile.cluster.files import format_plan_file
+from apollo_compile.cluster.values import Cluster, ClusterPlan, Gang, Job, Nodes, Placement
+
+pytest.importorskip("ray")
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}")
+dist.destroy_process_group()
+"""
+
+
+def job(name: str, devices: int, steps: str) -> Job:
+    """Return a job of the script."""
+    gang = Gang(kind="cpu1", devices=devices, step_s=0.01)
+    return Job(name=name, steps=1, gangs=(gang,), command=("train.py", steps))
+
+
+def save(path: Path, *jobs: Job, devices: int = 2) -> None:
+    """Write a plan with these jobs one after the other."""
+    placements = tuple(
+        Placement(job=each.name, gang=each.gangs[0], nodes=((0, each.gangs[0].devices),), start_s=at, end_s=at + 1.0)
+        for at, each in enumerate(jobs)
+    )
+    cluster = Cluster(nodes=(Nodes(kind="cpu1", count=1, devices=devices),))
+    plan = ClusterPlan(
+        objective="mean",
+        cluster=cluster,
+        jobs=jobs,
+        placements=placements,
+        value_s=1.0,
+        bound_s=1.0,
+        makespan_s=1.0,
+        mean_completion_s=1.0,
+        samples_per_s=1.0,
+    )
+    path.write_text(format_plan_file(plan))
+
+
+def run(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the plan in a folder by the command."""
+    root = str(Path(apollo_compile.__file__).parents[1])
+    code = f"import sys; sys.path.insert(0, {root!r}); from apollo_compile.tools.cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, "cluster", "run", "plan.json", "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+def test_jobs_run_as_gangs_in_the_order_of_the_plan_and_a_failure_frees_its_devices(tmp_path: Path) -> None:
+    """The first job fails; the second waits for both devices, and the third, which could start, for the second."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    save(tmp_path / "plan.json", job("fails", 1, "none"), job("wide", 2, "5"), job("narrow", 1, "3"))
+    done = run(tmp_path)
+    assert done.returncode == 1, done.stderr
+    ended: dict[str, Any] = {each["job"]: each for each in json.loads(done.stdout)}
+    assert list(ended) == ["fails", "wide", "narrow"]
+    assert ended["fails"]["problem"] == "exit code 1, see logs/fails-0.log"
+    assert "invalid literal for int" in (tmp_path / "logs" / "fails-0.log").read_text()
+    assert not ended["wide"]["problem"] and not ended["narrow"]["problem"]
+    assert ended["wide"]["start_s"] >= ended["fails"]["end_s"]
+    assert ended["narrow"]["start_s"] >= ended["wide"]["end_s"]
+    assert {"rank 0 of 2", "rank 1 of 2"} <= set((tmp_path / "logs" / "wide-0.log").read_text().splitlines())
+    assert "rank 0 of 1" in (tmp_path / "logs" / "narrow-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_gang_that_the_cluster_can_never_hold_is_an_error(tmp_path: Path) -> None:
+    """It does not wait for ever."""
+    save(tmp_path / "plan.json", job("wide", 3, "1"))
+    done = run(tmp_path)
+    assert done.returncode == 1
+    assert "job wide needs 3 of cpu1, and the Ray cluster has 2; start its nodes with --resources" in done.stderr
+
+
+def test_a_plan_without_commands_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    """With the job's name."""
+    save(tmp_path / "plan.json", Job(name="idle", steps=1, gangs=(Gang(kind="cpu1", devices=1, step_s=1.0),)))
+    done = run(tmp_path)
+    assert done.returncode == 1 and "job idle has no command" in done.stderr

@@ -1,0 +1,120 @@
+"""Cells: the split of layers against all splits, and how a step changes with devices, links and memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from apollo_compile.cost_model.cells import COPIES, Cell, Device, Layer, ModelTimes, cells_of, split_layers
+from apollo_compile.cost_model.collectives import Link
+
+LAYER = Layer(
+    name="layer",
+    forward_s=0.01,
+    backward_s=0.02,
+    divisible=0.9,
+    products=4,
+    weight_bytes=2**20,
+    frozen_bytes=0,
+    activation_bytes=2**20,
+    saved_bytes=2**22,
+    cut_bytes=2**20,
+)
+FAST = Link(1e-6, 1e12)
+GPU = Device(
+    name="gpu",
+    source="datasheet",
+    error=0.5,
+    memory_bytes=None,
+    per_node=4,
+    link=FAST,
+    node_link=FAST,
+    hides_gradients=True,
+    update_bytes_per_s=1e12,
+)
+
+
+def times(samples: int) -> ModelTimes:
+    """Return a model of eight equal layers, whose time is proportional to the samples."""
+    layer = replace(LAYER, forward_s=0.01 * samples / 32, backward_s=0.02 * samples / 32)
+    return ModelTimes(layers=(layer,) * 8, memory_share=0.2, launch_share=0.1, workspace_bytes=100)
+
+
+def only(cells: list[Cell], stages: int) -> Cell:
+    """Return the Cell with this number of stages."""
+    return next(cell for cell in cells if cell.stages == stages)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_layers_are_split_as_well_as_by_trying_all_splits(seed: int) -> None:
+    """Seven layers into one to five stages."""
+    rng = random.Random(seed)
+    layers = [replace(LAYER, forward_s=rng.random(), backward_s=rng.random()) for _ in range(7)]
+    seconds = [layer.forward_s + layer.backward_s for layer in layers]
+    for stages in range(1, 6):
+        parts = list(split_layers(layers, stages))
+        assert [layer for part in parts for layer in part] == layers and all(parts)
+        best = min(
+            max(sum(seconds[a:b]) for a, b in itertools.pairwise((0, *cuts, 7)))
+            for cuts in itertools.combinations(range(1, 7), stages - 1)
+        )
+        assert max(sum(_.forward_s + _.backward_s for _ in part) for part in parts) == pytest.approx(best)
+
+
+def test_one_device_computes_and_updates() -> None:
+    """Eight layers of 30 ms; four copies of 8 MiB and what the forward keeps."""
+    (cell,) = cells_of(times, GPU, 1, 32)
+    assert cell.step_s == pytest.approx(0.24 + 7 * 8 * 2**20 / 1e12)
+    assert cell.memory_bytes == 8 * (COPIES * 2**20 + 2**22) + 100
+    assert (cell.data, cell.tensor, cell.stages, cell.bound) == (1, 1, 1, "arithmetic")
+    assert (cell.low_s, cell.high_s) == pytest.approx((0.5 * cell.step_s, 1.5 * cell.step_s))
+
+
+def test_data_parallelism_halves_the_time_on_a_fast_link() -> None:
+    """The backward hides the gradients but for the last bucket."""
+    (one,) = cells_of(times, GPU, 1, 32)
+    cell = only(cells_of(times, GPU, 2, 32), 1)
+    assert (cell.data, cell.tensor) == (2, 1)
+    assert one.step_s / 2 < cell.step_s < 0.51 * one.step_s
+
+
+def test_a_slow_link_bounds_the_step() -> None:
+    """8 MiB at 10 MB/s take longer than anything else; cores of a CPU do not hide them."""
+    slow = replace(GPU, link=Link(1e-6, 1e7), node_link=Link(1e-6, 1e7), hides_gradients=False)
+    cell = only(cells_of(times, slow, 2, 32), 1)
+    assert cell.bound == "gradient sums" and cell.step_s > 8 * 2**20 / 1e7
+
+
+def test_a_pipeline_has_bubbles() -> None:
+    """Two stages and 8 micro-batches: 9/8 of half the time."""
+    cell = only(cells_of(times, GPU, 2, 32), 2)
+    assert (cell.data, cell.tensor, cell.microbatches) == (1, 1, 8)
+    assert cell.step_s == pytest.approx(0.24 / 2 * 9 / 8, rel=0.01)
+
+
+def test_a_batch_of_one_can_only_be_divided_by_tensors() -> None:
+    """Nine tenths are divided by two, and sums are added."""
+    (one,) = cells_of(times, GPU, 1, 1)
+    (cell,) = cells_of(times, GPU, 2, 1)
+    assert (cell.data, cell.tensor) == (1, 2)
+    assert cell.step_s == pytest.approx(one.step_s * 0.55, rel=0.2)
+
+
+def test_tensors_are_not_divided_over_nodes() -> None:
+    """Where eight devices are two nodes, a batch of one has no Cell without a pipeline."""
+    assert all(cell.tensor <= 4 for cell in cells_of(times, GPU, 8, 32))
+    assert not cells_of(times, GPU, 8, 1)
+
+
+def test_a_cell_that_does_not_fit_is_only_taken_if_no_split_fits() -> None:
+    """Data parallelism is faster, and a replica needs more memory than half of one."""
+    link = Link(1e-6, 1e10)
+    tight = replace(GPU, link=link, memory_bytes=8 * (COPIES * 2**20 + 2**21))
+    cell = only(cells_of(times, replace(tight, memory_bytes=None), 2, 32), 1)
+    assert (cell.data, cell.tensor, cell.fits) == (2, 1, True)
+    cell = only(cells_of(times, tight, 2, 32), 1)
+    assert (cell.data, cell.tensor, cell.fits) == (1, 2, True)
+    assert not only(cells_of(times, replace(tight, memory_bytes=1), 2, 32), 1).fits

@@ -1,0 +1,134 @@
+"""Estimates of training steps on devices that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.cost_model.cells import COPIES, Estimate
+from apollo_compile.cost_model.collectives import Link
+from apollo_compile.errors import ConfigError, TargetError
+from apollo_compile.json_form import from_json, to_json
+from apollo_compile.tools.cli import main
+from apollo_compile.tools.estimate import ERRORS, estimate, format_estimate
+from apollo_compile.tools.targets import ModelCall, default_loss
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)), (torch.randn(64, 256),)
+"""
+
+
+class Chain(nn.Module):
+    """Three equal layers, one of which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(3))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer makes."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def call(*inputs: torch.Tensor) -> ModelCall:
+    """Return a call of the chain."""
+    return ModelCall(name="chain", model=Chain(), args=inputs, kwargs={}, loss=default_loss)
+
+
+@pytest.fixture(scope="module")
+def found() -> Estimate:
+    """The chain on one, two and four large GPUs and CPUs."""
+    devices = [("h100", (1, 2, 4)), ("cpu64", (1, 2))]
+    return estimate(call(torch.randn(64, 512)), devices, link=Link(1e-6, 1e12))
+
+
+def test_every_number_of_devices_has_a_cell_per_number_of_stages(found: Estimate) -> None:
+    """Three layers cannot be four stages."""
+    assert [(cell.device, cell.devices, cell.stages) for cell in found.cells] == [
+        ("h100", 1, 1),
+        ("h100", 2, 1),
+        ("h100", 2, 2),
+        ("h100", 4, 1),
+        ("h100", 4, 2),
+        ("cpu64", 1, 1),
+        ("cpu64", 2, 1),
+        ("cpu64", 2, 2),
+    ]
+    assert all(cell.data * cell.tensor * cell.stages == cell.devices for cell in found.cells)
+    assert found.batch == 64
+
+
+def test_memory_holds_what_training_keeps(found: Estimate) -> None:
+    """Two trained layers four times, the frozen one once, and the activations."""
+    weights = 512 * 512 * 4 + 512 * 4
+    assert found.cells[0].memory_bytes > (2 * COPIES + 1) * weights
+    assert found.cells[0].memory_bytes < (2 * COPIES + 1) * weights + 30 * 64 * 512 * 4
+
+
+def test_two_devices_with_a_good_link_are_faster_on_a_cpu(found: Estimate) -> None:
+    """Of which there is half as much to compute for each."""
+    one, two = (next(c for c in found.cells if (c.device, c.devices, c.stages) == ("cpu64", n, 1)) for n in (1, 2))
+    assert two.step_s < 0.9 * one.step_s
+
+
+def test_the_band_is_as_wide_as_the_source_is_bad(found: Estimate) -> None:
+    """And the text says what the source is."""
+    gpu, cpu = (next(cell for cell in found.cells if cell.device == name) for name in ("h100", "cpu64"))
+    assert gpu.high_s / gpu.step_s == pytest.approx(1 + ERRORS["datasheet"])
+    assert cpu.high_s / cpu.step_s == pytest.approx(1 + ERRORS["default"])
+    text = format_estimate(found)
+    assert "h100: NVIDIA H100 SXM, datasheet; link as given" in text and "cpu64: default x64, default" in text
+
+
+def test_an_estimate_survives_its_file(found: Estimate) -> None:
+    """As JSON."""
+    assert from_json(Estimate, json.loads(json.dumps(to_json(found)))) == found
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same Cells."""
+    (tmp_path / "train.py").write_text(MODEL)
+    command = ["estimate", f"{tmp_path}/train.py:build", "--devices", "cpu64:1,2"]
+    assert main([*command, "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [cell["devices"] for cell in cells] == [1, 2, 2] == [int(line.split()[1]) for line in lines[4:7]]
+
+
+def test_a_device_without_a_profile_is_an_error() -> None:
+    """With the names of the packaged ones."""
+    with pytest.raises(ConfigError, match=r"cannot read device profile h999: .*cpu, h100, h200"):
+        estimate(call(torch.randn(4, 512)), [("h999", (1,))])
+
+
+def test_inputs_without_a_batch_are_an_error() -> None:
+    """There is nothing to divide."""
+    with pytest.raises(TargetError, match="chain has no input with a batch dimension"):
+        estimate(call(torch.tensor(1.0)), [("cpu64", (1,))])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--devices", "h100"], "expected NAME:N,N, as in h100:1,2,4,8, got 'h100'"),
+        (["--devices", "h100:0"], "expected a number of at least 1, got '0'"),
+        (["--devices", "h100:1", "--link", "fast"], "expected SECONDS,BYTES, as in 10e-6,360e9, got 'fast'"),
+    ],
+)
+def test_wrong_arguments_are_refused(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before torch is imported."""
+    with pytest.raises(SystemExit):
+        main(["estimate", "train.py:build", *option])
+    assert message in capsys.readouterr().err
