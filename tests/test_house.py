@@ -233,19 +233,19 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS = {
-    ".": 38_700,
-    "autotune": 1_200,
+    ".": 39_300,
+    "autotune": 1_250,
     "device": 5_600,
     "distributed": 3_800,
-    "ir": 1_850,
+    "ir": 1_900,
     "operators": 1_250,
     "passes": 2_350,
     "planner": 3_100,
-    "reports": 2_750,
-    "session": 5_500,
+    "reports": 2_900,
+    "session": 5_550,
     "store": 950,
     "target": 750,
-    "tools": 3_150,
+    "tools": 3_250,
     "torch_bridge": 4_850,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
