@@ -29,6 +29,9 @@ from apollo_compile.torch_bridge.boundary import Boundary
 
 _logger = logging.getLogger(__name__)
 
+NOT_YET = "torch.compile is not compared yet"
+"""Of a verdict without it: its compile waits until it is a small share of the time trained."""
+
 CLEAR = 1.20
 """Speed-up of a plan over its segments in turn from which Inductor's whole graph waits for the compile budget: it would
 have to beat Inductor's own segments by as much."""
@@ -220,6 +223,7 @@ class CompiledModel:
                 left_ns=0 if runs_left else self.tuner.left_ns,
             )
         parts = [describe_result(self.verdict, self.running_variants(), self._num_lanes())] if running else []
+        parts += [NOT_YET] * (is_compared and self.tuner.tuner.is_more_to_come)
         parts += [f"Inductor runs {name}" for name, _ in self.fallbacks]
         num_steps = 0 if self.verdict is None or self.verdict.is_remembered else self.verdict.num_steps
         return State(graph=self.name, stage=Stage.SETTLED, detail="; ".join(parts), num_steps=num_steps)

@@ -335,7 +335,7 @@ def test_the_report_names_segments_lanes_and_times() -> None:
     run = torch.compile(model, backend="apollo", options=STRICT)
     run(*two_tower_inputs()).square().mean().backward()
     first = apollo_compile.report(run)
-    assert str(first).startswith("measuring: 1 of 6 runs of its plan\n")
+    assert re.match(r"measuring, about \d+ steps left\n", str(first))
     assert all(graph.measured is None and graph.is_cold for graph in first.graphs)
     run(*two_tower_inputs()).square().mean().backward()
     for found in (apollo_compile.report(model, profiles=("h200",)), apollo_compile.report(run, profiles=("h200",))):

@@ -569,7 +569,7 @@ def test_variants_of_a_step_are_compared_and_one_stays() -> None:
         assert variant in verdict
     assert re.search(r"settled after \d+ measured steps: .*as fast as .*\(.*\)", repr(step))
     assert status(step) in repr(step)
-    assert len(left) > 10 and sum(later > before for before, later in itertools.pairwise(left)) <= 3
+    assert len(left) > 10 and sum(later > before for before, later in itertools.pairwise(left)) < 0.05 * len(left)
 
 
 def test_frequent_kinds_of_batches_get_programs_until_dynamo_compiles_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN, R
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.reports.values import Stage, State
-from apollo_compile.session.model import describe_result
+from apollo_compile.session.model import NOT_YET, describe_result
 from apollo_compile.session.step.alternatives import Alternative, compile_ns
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.warm_start import WarmStart
@@ -185,7 +185,9 @@ class StepTuner:
         return State(
             graph=self.program.name,
             stage=Stage.SETTLED,
-            detail=describe_result(verdict, [tuner.current], num_lanes) + self._now,
+            detail=describe_result(verdict, [tuner.current], num_lanes)
+            + f"; {NOT_YET}" * self.is_more_to_come
+            + self._now,
             num_steps=0 if verdict is None or verdict.is_remembered else verdict.num_steps,
         )
 
