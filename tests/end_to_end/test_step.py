@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -934,3 +934,33 @@ def test_a_step_that_is_dropped_keeps_nothing_alive() -> None:
     del model, step
     gc.collect()
     assert [reference() for reference in references] == 4 * [None]
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+
+
+class OwnLoss(nn.Module):
+    """A model that returns its loss, as those of Hugging Face do, by attribute or by name."""
+
+    def __init__(self, is_named: bool) -> None:
+        super().__init__()
+        self.chain, self.is_named = Chain(), is_named
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = chain_loss(self.chain, {"x": x, "y": y})
+        return {"loss": loss} if self.is_named else Output(loss=loss)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_model_that_computes_its_loss_needs_no_loss_function(is_named: bool) -> None:
+    """It is called with the entries of the batch by name; the plan before training has the same segments."""
+    torch._dynamo.reset()
+    model = OwnLoss(is_named)
+    same = copy.deepcopy(model.chain)
+    step = compile_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), options=EAGER)
+    optimizer = torch.optim.SGD(same.parameters(), lr=0.1)
+    for seed in range(3):
+        loss = step(chain_batch(seed))
+        torch.testing.assert_close(loss, run_loop(same, chain_loss, chain_batch(seed), 1, optimizer))
+    assert len(explain_step(model, None, chain_batch(0), options=EAGER).graphs) == 1

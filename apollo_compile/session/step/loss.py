@@ -27,6 +27,13 @@ _logger = logging.getLogger(__name__)
 LossFunction = Callable[[nn.Module, Any], Any]
 """`loss_fn(model, micro_batch)` returns the loss, a tuple that begins with it, or a mapping that has it as `loss`."""
 
+
+def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return the loss that a model computes by itself: `model(**batch).loss`."""
+    returned = model(**batch)
+    return returned["loss"] if isinstance(returned, Mapping) else returned.loss
+
+
 FREQUENT = 3
 """Steps of a kind of micro-batch after which it gets a graph of its own; others share one for all sizes."""
 
