@@ -84,6 +84,10 @@ class TargetError(ApolloError):
     """A model or its inputs cannot be built, copied or traced; the message has the reason."""
 
 
+class CallError(TargetError):
+    """A command or function was called with something that does not exist or cannot be written; nothing was run."""
+
+
 class InvariantError(ApolloError):
     """A product failed the check after its stage."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from apollo_compile.session.step.arguments import StepSettings, check_arguments
-from apollo_compile.session.step.loss import LossFunction
+from apollo_compile.session.step.loss import LossFunction, own_loss
 from apollo_compile.session.step.split import Split, Weigh, split_evenly
 from apollo_compile.session.step.step import Step
 
@@ -21,7 +21,7 @@ __all__ = ["Step", "compile_step"]
 
 def compile_step(
     model: nn.Module,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     microbatches: int = 1,
@@ -49,8 +49,9 @@ def compile_step(
     Arguments:
         model: the module that is trained, not compiled.
         loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, alone, first in a tuple,
-            or as `loss` in a dictionary. What else it returns is copied, and in `step.outputs` afterwards, without a
-            graph. A loss function with graph breaks runs as a loop.
+            or as `loss` in a dictionary; None is `model(**micro_batch).loss`, for models that compute their loss. What
+            else it returns is copied, and in `step.outputs` afterwards, without a graph. A loss function with graph
+            breaks runs as a loop.
         optimizer: steps inside the program, module by module, if it is one of torch that treats every parameter by
             itself, else at the end; None leaves gradients in `.grad`, added to what is there.
         microbatches: into how many parts of equal size a batch is split.
@@ -65,6 +66,7 @@ def compile_step(
             needs an argument.
         ConfigError: `microbatches` is not above 0, or an option is unknown or has a wrong value.
     """
+    loss_fn = own_loss if loss_fn is None else loss_fn
     check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
     settings = StepSettings(
         microbatches=microbatches,

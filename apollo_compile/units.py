@@ -19,6 +19,12 @@ def format_ns(duration_ns: float) -> str:
     return f"{duration_ns / NS_PER_S:.2f} s"
 
 
+def format_roughly(duration_ns: float) -> str:
+    """Return an estimated duration without decimals: `1 s`, `95 s`, `3 min`."""
+    seconds = max(1, round(duration_ns / NS_PER_S))
+    return f"{seconds} s" if seconds < 100 else f"{round(seconds / 60)} min"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return a size with a binary unit: `512 B`, `1.5 KiB`, `2.00 MiB`."""
     size = float(num_bytes)

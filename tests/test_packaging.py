@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 from email.message import Message
 from email.parser import Parser
@@ -48,9 +50,28 @@ def test_the_package_says_whose_it_is_under_which_licence_and_for_what(tmp_path:
     facts: Message = Parser().parsestr(next(tmp_path.glob("*.dist-info/METADATA")).read_text())
     assert facts["Version"] == apollo_compile.__version__
     assert (facts["License-Expression"], facts["License-File"]) == ("MIT", "LICENSE")
+    addresses = dict(each.split(", ") for each in facts.get_all("Project-URL") or ())
+    assert set(addresses) == {"Repository", "Documentation", "Issues", "Changelog"}
+    assert all(each.startswith(addresses["Repository"]) for each in addresses.values())
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {facts['Version']}\n" in citation and f"repository-code: {addresses['Repository']}\n" in citation
     assert facts["Author"] in (ROOT / "LICENSE").read_text()
     pythons = [f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13, 14)]
     assert {*pythons, "Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(facts.get_all("Classifier") or ())
+
+
+def test_the_extra_of_examples_has_what_they_import() -> None:
+    """And what the Trainer needs beside it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    there = {"torch", "apollo_compile", *project["optional-dependencies"]["examples"]}
+    for path in (ROOT / "examples").glob("*.py"):
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        names = {getattr(node, "module", None) or node.names[0].name for node in nodes}
+        others = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
+        own = {path.stem for path in (ROOT / "examples").glob("*.py")} | {"examples"}
+        assert others - own <= there, path.name
 
 
 def test_every_public_name_is_in_the_reference_and_in_the_program_whose_types_are_checked() -> None:

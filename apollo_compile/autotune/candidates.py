@@ -27,8 +27,8 @@ class Candidate:
     """Approximate duration of `prepare`, or of the steps until `is_ready`."""
     is_late: bool = False
     """Compile it only once the budget allows its cost."""
-    is_urgent: Callable[[Verdict], bool] = lambda verdict: False
-    """Whether a late candidate is compiled at once, given the verdict without it."""
+    is_urgent: Callable[[Verdict], bool] | None = None
+    """Whether a late candidate is compiled at once, given the verdict without it; None if it never is."""
     is_ready: Callable[[], bool] = lambda: True
     """Whether its steps may be timed; until then it runs untimed steps, in which it compiles."""
 
@@ -99,7 +99,14 @@ class Candidates:
         """Return a late candidate that is to be compiled at once, given this verdict of this process."""
         if verdict is None or verdict.is_remembered:
             return None
-        return next((variant for variant, each in self._late.items() if each.is_urgent(verdict)), None)
+        return next(
+            (variant for variant, each in self._late.items() if each.is_urgent and each.is_urgent(verdict)), None
+        )
+
+    @property
+    def num_comparisons(self) -> int:
+        """About how many comparisons of a late candidate with the winner come at once, after that of the others."""
+        return sum(each.is_urgent is not None for each in self._late.values())
 
     def due(self, allows: Callable[[int], bool]) -> Variant | None:
         """Return the first late candidate if its cost is allowed."""

@@ -35,6 +35,7 @@ MAX_STEPS_PER_TURN = 33
 TURN_NS = 10_000_000
 MIN_ROUNDS = 5
 MAX_ROUNDS = 12
+_TYPICAL_ROUNDS = (MIN_ROUNDS + MAX_ROUNDS) // 2
 ALLOWED_WINS = 8
 """A loser may have won at most one in this many rounds."""
 
@@ -103,9 +104,11 @@ class Comparison:
         return tuple(self._alive)
 
     @property
-    def round(self) -> str:
-        """The current round and the most that there may be, as in `3/12`."""
-        return f"{min(self._num_rounds + 1, MAX_ROUNDS)}/{MAX_ROUNDS}"
+    def steps_left(self) -> int:
+        """About how many steps there are to come; fewer and fewer, unless turns become longer after the first round."""
+        rounds = max(_TYPICAL_ROUNDS - self._num_rounds, math.ceil((MAX_ROUNDS - self._num_rounds) / 2))
+        per_turn = self._untimed + self._timed_per_turn
+        return rounds * len(self._order) * per_turn - self._turn * per_turn - self._steps_in_turn
 
     @property
     def progress(self) -> str:
@@ -225,6 +228,11 @@ class Comparison:
         """Return the number of timed steps in a turn where a step takes so long."""
         untimed, steps = self._rules.untimed_steps, math.ceil(TURN_NS / max(1.0, step_ns))
         return max(self._rules.steps_per_turn - untimed, min(steps, MAX_STEPS_PER_TURN - untimed))
+
+
+def typical_steps(num_candidates: int, rules: Rules) -> int:
+    """Return about how many steps a comparison of so many candidates takes."""
+    return _TYPICAL_ROUNDS * num_candidates * rules.steps_per_turn
 
 
 def interval_of_median(samples: Sequence[float]) -> tuple[float, float]:

@@ -5,11 +5,13 @@ Decision(rules)     what is known; `tuner.py` has what runs when
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from apollo_compile.autotune.candidates import Candidate, Candidates
-from apollo_compile.autotune.comparison import MIN_ROUNDS, Comparison, Rules
+from apollo_compile.autotune.comparison import MIN_ROUNDS, Comparison, Rules, typical_steps
 from apollo_compile.ir import Standing, Variant, Verdict
 
 
@@ -26,6 +28,8 @@ class Decision:
         """Parts of a step that must have run for a round to count."""
         self._winner = Variant.PLAN
         self._comparison: Comparison | None = None
+        self._gaps: deque[int] = deque(maxlen=9)
+        """Times between the beginnings of the latest compared steps."""
         self._spent_ns = 0
         """How long steps waited for compiles of the candidates."""
         self._is_after_drift = False
@@ -55,16 +59,27 @@ class Decision:
         return bool(self._candidates.late)
 
     @property
-    def round(self) -> str:
-        """The current round and the most that there may be, as in `3/12`; empty if nothing is being compared."""
-        return "" if self._comparison is None else self._comparison.round
+    def steps_left(self) -> int:
+        """About how many steps comparisons still take; 0 if nothing is being compared."""
+        if self._comparison is None:
+            return 0
+        more = 0 if self.verdict is not None else self._candidates.num_comparisons
+        return self._comparison.steps_left + more * typical_steps(2, self._rules)
+
+    @property
+    def left_ns(self) -> int:
+        """About how long comparisons still take, with all that is between steps; 0 if that is unknown."""
+        return round(self.steps_left * statistics.median(self._gaps)) if len(self._gaps) > 2 else 0
+
+    def expected_steps(self, candidates: Sequence[Candidate]) -> int:
+        """Return about how many steps it will take to decide between these candidates."""
+        known = Candidates(candidates)
+        return sum(typical_steps(each, self._rules) for each in (len(known.compiled()), *[2] * known.num_comparisons))
 
     @property
     def progress(self) -> str:
-        """Times until now, as in `plan 41.2 ms, ...`; after the verdict, as in `plan, 1.12x segments in turn (...)`."""
-        if self._comparison is not None:
-            return self._comparison.progress
-        return self.current if self.verdict is None else self.verdict.summary
+        """Times until now, as in `plan 41.2 ms, segments in turn 44.0 ms`; empty if nothing is being compared."""
+        return "" if self._comparison is None else self._comparison.progress
 
     @property
     def remaining(self) -> Collection[Variant]:

@@ -90,13 +90,20 @@ class GraphTuner:
 
     @property
     def progress(self) -> str:
-        """State of the comparison that runs or comes next."""
-        return self.tuner.progress if self._compared else "a comparison begins"
+        """Times until now, while a comparison runs."""
+        return self.tuner.progress if self._compared else ""
 
     @property
-    def round(self) -> str:
-        """The round that the comparison is in, as in `3/12`; empty if none is running."""
-        return self.tuner.round if self._compared else ""
+    def steps_left(self) -> int:
+        """About how many steps comparisons still take, those to come included; 0 if there will be none."""
+        if self.is_settled:
+            return 0
+        return self.tuner.steps_left if self._compared else self.tuner.expected_steps(self._make_candidates())
+
+    @property
+    def left_ns(self) -> int:
+        """About how long they take; 0 if that is unknown."""
+        return self.tuner.left_ns if self._compared else 0
 
     def skips(self, graph: TunableGraph) -> bool:
         """Return whether this call of a graph is not watched; the caller then calls neither `enter` nor `leave`."""

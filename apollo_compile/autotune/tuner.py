@@ -176,7 +176,10 @@ class Tuner(Decision):
             Exception: whatever compiling a candidate raises, besides CandidateError.
         """
         self.is_timed = False
-        self.last_ns = self.clock()
+        now = self.clock()
+        if self._comparison is not None:
+            self._gaps.append(now - self.last_ns)
+        self.last_ns = now
         if self._comparison is None and not self._watch_step():
             return self.current
         while self._comparison is not None:

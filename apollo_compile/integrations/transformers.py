@@ -1,6 +1,6 @@
-"""Log a compiled model's metrics with the Hugging Face Trainer.
+"""Compile with the Hugging Face Trainer, and log its verdict.
 
-model.compile(backend="apollo")
+register()  # once; then TrainingArguments(torch_compile_backend="apollo")
 trainer = Trainer(model, args, train_dataset=dataset)
 trainer.add_callback(ApolloCallback(trainer))
 """
@@ -11,17 +11,37 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
 
-from apollo_compile.reports.metrics import PREFIX
-from apollo_compile.tools.report import report
+from apollo_compile.reports.values import Stage
+from apollo_compile.tools.report import report, status
 
 PAGE = "apollo.html"
 
+_logger = logging.get_logger("transformers.apollo_compile")
+
+
+def register() -> None:
+    """Let accelerate, and with it the Trainer, know the backend: its list of backends is closed.
+
+    From then on, `TrainingArguments(torch_compile_backend="apollo")`, `Accelerator(dynamo_backend="apollo")` and
+    `TorchDynamoPlugin(backend="apollo")` compile with apollo. Calling it again changes nothing.
+
+    Raises:
+        ImportError: accelerate is not installed.
+    """
+    from accelerate.utils import DynamoBackend
+
+    member = str.__new__(DynamoBackend, "APOLLO")
+    member._name_ = member._value_ = "APOLLO"
+    DynamoBackend._missing_ = classmethod(lambda _, value: member if value == "APOLLO" else None)
+
 
 class ApolloCallback(TrainerCallback):
-    """Logs `report.metrics()` whenever the Trainer logs, and saves the page of the report when training ends.
+    """Logs the verdict and `report.metrics()` once it is reached, and again if it changes; saves the page at the end.
 
-    The metrics go to the targets of `report_to` and into `trainer.state.log_history`; the page is `apollo.html` in
+    The verdict goes to the logger of transformers, and the metrics to the targets of `report_to` and into
+    `trainer.state.log_history`. If training ends before, they are logged then. The page is `apollo.html` in
     `output_dir`.
 
     Arguments:
@@ -30,22 +50,25 @@ class ApolloCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._told = ""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
-        """Log the metrics after the Trainer's own logs; logging them calls this again, which then does nothing."""
-        if not any(name.startswith(PREFIX) for name in logs or ()):
-            self._trainer.log(report(self._trainer.model).metrics())
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Log a new verdict; logging its metrics calls this again, which then does nothing."""
+        if not status(self._trainer.model).startswith(Stage.MEASURING):
+            self._tell()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the page, on the first process."""
+        """Log what is known, and save the page on the first process."""
+        self._tell()
         if state.is_world_process_zero and args.output_dir is not None:
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             report(self._trainer.model).save_html(folder / PAGE)
+
+    def _tell(self) -> None:
+        """Log the verdict and the metrics, unless that line was logged before."""
+        line = status(self._trainer.model)
+        if line != self._told:
+            self._told = line
+            _logger.warning(line)  # as the Trainer tells what its users are to see
+            self._trainer.log(report(self._trainer.model).metrics())

@@ -406,6 +406,11 @@ class Plan:
         return any(assignment.lane != 0 for assignment in self.assignments)
 
     @property
+    def num_lanes(self) -> int:
+        """The number of lanes with segments."""
+        return len({assignment.lane for assignment in self.assignments})
+
+    @property
     def num_abreast(self) -> int:
         """The largest number of segments that run at once."""
         changes = [(a.start_ns, 1) for a in self.assignments] + [(a.end_ns, -1) for a in self.assignments]

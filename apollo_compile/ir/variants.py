@@ -26,6 +26,13 @@ class Variant(enum.StrEnum):
     """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
 
 
+_REFERENCES = {
+    Variant.INDUCTOR: "torch.compile",
+    Variant.TRACED: "torch.compile",
+    Variant.EAGER: "eager",
+}
+"""What would run without apollo, by the name that its users know."""
+
 OWN_PLANS = (Variant.PLAN, Variant.NARROW)
 """Variants with a plan that reports draw."""
 
@@ -89,19 +96,34 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """The winner, and how much faster it is than the next, as in `plan, 1.12x segments in turn (1.08..1.15)`."""
-        first, *others = self.standings
+        """How fast the winner is, as in `1.42x as fast as torch.compile, 1.30x as eager`; empty if not measured.
+
+        It is compared with what runs without apollo; with the next variant where that wins or was not compared.
+        """
+        others = self.standings[1:]
         if not others or not self.is_measured:
-            return first.name
-        rival = next((each for each in others if each.name == Variant.INDUCTOR), others[0])
-        low, high = rival.interval
-        return f"{first.name}, {rival.ratio:.2f}x {rival.name} ({low:.2f}..{high:.2f})"
+            return ""
+        ratios = {each.name: each.ratio for each in others}
+        known = (
+            {}
+            if self.winner in _REFERENCES
+            else {_REFERENCES[each]: ratios[each] for each in _REFERENCES if each in ratios}
+        )
+        (name, ratio), *more = (known or {others[0].name: others[0].ratio}).items()
+        return ", ".join([f"{ratio:.2f}x as fast as {name}", *(f"{ratio:.2f}x as {name}" for name, ratio in more)])
+
+    def time_of(self, standing: Standing) -> float:
+        """Return the nanoseconds of a step of a candidate next to the winner's: times and ratios agree.
+
+        Medians of different rounds need not, on a machine with other load.
+        """
+        return self.standings[0].step_ns * standing.ratio
 
     def __str__(self) -> str:
         first, *others = self.standings
         if not self.is_measured:
             return f"{first.name}; nothing could be compared with it"
         parts = [f"{first.name} {format_ns(round(first.step_ns))} a step"]
-        parts += [f"{other.name} {format_ns(round(other.step_ns))} ({other.ratio:.2f}x)" for other in others]
+        parts += [f"{other.name} {format_ns(self.time_of(other))} ({other.ratio:.2f}x)" for other in others]
         of_whom = f" of {self.loop}" if self.is_remembered else ""
         return f"{', '.join(parts)}; measured in {self.num_steps} steps{of_whom}{self.pause}"

@@ -37,6 +37,7 @@ from apollo_compile.reports.words import (
     describe_device,
     describe_search,
     describe_state,
+    format_interval,
 )
 from apollo_compile.units import format_bytes, format_ns
 
@@ -80,6 +81,7 @@ def _template() -> jinja2.Template:
         bytes=format_bytes,
         count=format_count,
         breakable=make_breakable,
+        interval=format_interval,
         percent=lambda share: f"{share:.0%}",
     )
     environment.globals.update(

@@ -22,6 +22,7 @@ from apollo_compile.reports.words import (
     describe_device,
     describe_search,
     describe_state,
+    format_interval,
 )
 from apollo_compile.units import format_bytes, format_ns
 
@@ -124,10 +125,10 @@ def _render_verdict(verdict: Verdict) -> str:
     if not verdict.is_measured:
         return str(verdict)
     rows = [
-        (standing.name, format_ns(round(standing.step_ns)), f"{standing.ratio:.3f}", standing.num_rounds)
-        for standing in verdict.standings
+        (each.name, format_ns(verdict.time_of(each)), f"{each.ratio:.3f}", format_interval(each), each.num_rounds)
+        for each in verdict.standings
     ]
-    table = _table(rows, ("variant", "a step", "to the winner", "rounds"), "lrrr")
+    table = _table_of_known(rows, ("variant", "a step", "to the winner", "90 %", "rounds"), "lrrrr")
     return f"{table}\nmeasured in {verdict.num_steps} steps of {verdict.loop}{verdict.pause}"
 
 

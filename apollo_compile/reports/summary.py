@@ -84,7 +84,7 @@ def summarize(
         origin=plan.origin,
         device=DeviceSummary(kind=profile.kind, name=profile.name, source=profile.source, units=profile.units),
         num_bodies=len(compilation.partition.bodies),
-        num_lanes=len({assignment.lane for assignment in plan.assignments}),
+        num_lanes=plan.num_lanes,
         segments=segments,
         modules=summarize_modules(compilation, {segment.id: segment for segment in segments}),
         branches=tuple(dict.fromkeys(branch_of)),

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from apollo_compile.ir import Candidate, CostSource, GraphBreak, Origin, Role, Verdict
+from apollo_compile.ir.text import format_count
+from apollo_compile.units import format_roughly
 
 
 class Bottleneck(enum.StrEnum):
@@ -340,7 +342,10 @@ class Stage(enum.StrEnum):
     """Stage of a Dynamo graph."""
 
     PLANNED = "planned"
-    """Planned only, in a dry run."""
+    """Planned only, in a dry run, without a prediction of what `torch.compile` would take."""
+    WOULD_HELP = "would help"
+    WOULD_HARDLY_HELP = "would hardly help"
+    """Planned only; the details have the predicted speed-up."""
     MEASURING = "measuring"
     """Its variant may still change."""
     FALLS_BACK = "falls back"
@@ -356,13 +361,24 @@ class State:
     graph: str
     stage: Stage
     detail: str = ""
-    """Progress of the measurement, or the reason of the fallback."""
-    round: str = ""
-    """The round that a comparison is in, as in `3/12`."""
+    """Times until now, the result, or the reason of the fallback."""
+    num_steps: int = 0
+    """Steps in which it was settled, or that measuring still takes, about; 0 if unknown."""
+    left_ns: int = 0
+    """About how long measuring still takes; 0 if unknown."""
+
+    @property
+    def progress(self) -> str:
+        """The stage and its steps: `measuring, about 60 steps (20 s) left`, `settled after 128 measured steps`."""
+        if self.num_steps and self.stage is Stage.SETTLED:
+            return f"{self.stage} after {format_count(self.num_steps, 'measured step')}"
+        if self.num_steps and self.stage is Stage.MEASURING:
+            time = f" ({format_roughly(self.left_ns)})" if self.left_ns else ""
+            return f"{self.stage}, about {format_count(self.num_steps, 'step')}{time} left"
+        return self.stage
 
     def __str__(self) -> str:
-        stage = f"{self.stage} {self.round}" if self.round else self.stage
-        return f"{stage}: {self.detail}" if self.detail else stage
+        return f"{self.progress}: {self.detail}" if self.detail else self.progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from apollo_compile.ir import GraphBreak, Variant
+from apollo_compile.ir import GraphBreak, Standing, Variant
 from apollo_compile.ir.text import format_count
 from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.values import (
@@ -24,6 +24,13 @@ from apollo_compile.reports.values import (
     State,
 )
 from apollo_compile.units import format_ns
+
+
+def format_interval(standing: Standing) -> str:
+    """Return the interval of a ratio, as in `1.08..1.15`; empty for the winner, which it is relative to."""
+    low, high = standing.interval
+    return "" if low == high == 1.0 else f"{low:.2f}..{high:.2f}"
+
 
 MUCH = 0.05
 """Share of a graph's serial time from which the overlap of two branches is worth a sentence."""
@@ -65,7 +72,7 @@ NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold and does 
 
 def describe_state(states: Sequence[State]) -> str:
     """Return the stages of Dynamo graphs in one line, with details; empty if there is none."""
-    if len({(state.stage, state.detail) for state in states}) == 1:
+    if len({(state.progress, state.detail) for state in states}) == 1:
         return str(states[0])
     by_stage = {stage: [state for state in states if state.stage is stage] for stage in Stage}
     return "; ".join(f"{stage}: {_list(found)}" for stage, found in by_stage.items() if found)

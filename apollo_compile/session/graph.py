@@ -159,9 +159,9 @@ class CompiledGraph:
         return self.variants.plan.trace()
 
     @property
-    def progress(self) -> str | None:
-        """The progress of its plan, as text; None where the plan is final, or does not run."""
-        return self.learner.progress if self.variant == Variant.PLAN else None
+    def runs_left(self) -> int:
+        """The most runs until its plan is final; 0 where it is, or does not run."""
+        return self.learner.runs_left if self.variant == Variant.PLAN else 0
 
     @property
     def variant_of_plan(self) -> Variant:

@@ -76,14 +76,13 @@ class Learner:
         return self._target.has_spans and self._variants.plan.num_runs <= SKIPPED_RUNS
 
     @property
-    def progress(self) -> str | None:
-        """The progress of the plan, as text; None where it is final."""
+    def runs_left(self) -> int:
+        """The most runs until the plan is final; 0 where it is."""
         if self.is_settled:
-            return None
-        if not self._target.has_spans:
-            return "its bodies are timed in the second call"
-        again = f", planned again {self.num_replans}x" if self.num_replans else ""
-        return f"{self._runs} of {SKIPPED_RUNS + OBSERVED_RUNS} runs of its plan{again}"
+            return 0
+        if not self._target.has_spans:  # bodies are timed in the second call
+            return 1
+        return (1 + MAX_REPLANS - self.num_replans) * (SKIPPED_RUNS + OBSERVED_RUNS) - self._runs
 
     def after_run(self) -> None:
         """Observe the run that just ended; replan when enough runs were observed."""

@@ -25,6 +25,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from apollo_compile import __version__
 from apollo_compile.config import load_config
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.errors import ApolloError
+from apollo_compile.errors import ApolloError, CallError, ConfigError
 from apollo_compile.json_form import to_json
 from apollo_compile.tools.cluster import ACTIONS
 from apollo_compile.tools.target_name import split_target
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (default: the process's arguments) and return the exit code."""
     args = _parser().parse_args(arguments)
     try:
+        _check_outputs(args)
         status = int(args.run(args))
         sys.stdout.flush()
         return status
@@ -57,11 +59,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports an error at exit
         return 141  # as shells do
     except (ApolloError, LookupError, OSError, ValueError) as error:
+        if getattr(args, "verbose", False):
+            traceback.print_exc()
         print(f"apollo {args.command}: {_message(error)}", file=sys.stderr)
-        return 1
+        is_absent = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
+        return 2 if is_absent or isinstance(error, CallError | ConfigError) else 1
     except KeyboardInterrupt:
         print(f"apollo {args.command}: interrupted", file=sys.stderr)
         return 130  # as shells do
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raise CallError for a file that cannot be written, before anything is compiled."""
+    for name in ("html", "trace", "dot", "save", "output"):
+        path: Path | None = getattr(args, name, None)
+        if path is None:
+            continue
+        existing = next(each for each in (path, *path.parents) if each.exists())
+        if existing != path and not existing.is_dir():
+            raise CallError(f"--{name} {path} cannot be written: {existing} is a file; name another folder")
+        if existing not in (path, path.parent) and name != "output":
+            raise CallError(f"--{name} {path} cannot be written: there is no folder {path.parent}; make it first")
+        if path.is_dir() or not os.access(existing, os.W_OK):
+            raise CallError(f"--{name} {path} cannot be written: it is a folder, or may not be written")
 
 
 def _message(error: BaseException) -> str:
@@ -196,6 +216,9 @@ def _add_build_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="option of the backend, e.g. plan.planner=greedy",
     )
+    command.add_argument(
+        "-v", "--verbose", action="store_true", help="with --why: a paragraph per segment; errors: where they arose"
+    )
 
 
 def _add_comparisons(command: argparse.ArgumentParser) -> None:
@@ -216,7 +239,6 @@ def _add_renderings(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dot", type=Path, metavar="FILE", help="write the graph of segments for Graphviz")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the report as JSON")
     command.add_argument("--why", metavar="NAME", help="explain why this segment or module runs where and when it does")
-    command.add_argument("--verbose", action="store_true", help="with --why: a paragraph per segment")
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -278,19 +300,20 @@ def _counts(text: str) -> tuple[int, ...]:
 def _explain(args: argparse.Namespace) -> int:
     split_target(args.target)  # before torch is imported, which takes seconds
     from apollo_compile.tools.explain import explain
-    from apollo_compile.tools.targets import load_target
+    from apollo_compile.tools.targets import errors_of_the_model, load_target
 
     with _Progress() as progress:
         progress.tell("building the model")
         target = load_target(args.target, dict(args.set))
-        report = explain(
-            target.model,
-            target.args,
-            target.kwargs,
-            options=dict(args.option),
-            progress=progress.tell,
-            **_comparisons(args),
-        )
+        with errors_of_the_model(target):
+            report = explain(
+                target.model,
+                target.args,
+                target.kwargs,
+                options=dict(args.option),
+                progress=progress.tell,
+                **_comparisons(args),
+            )
     return _show(report, args)
 
 
@@ -320,7 +343,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
     from apollo_compile.tools.bench.child import MAX_WARMUP
     from apollo_compile.tools.explain import compare_batches
     from apollo_compile.tools.report import report
-    from apollo_compile.tools.targets import load_target
+    from apollo_compile.tools.targets import errors_of_the_model, load_target
 
     with _Progress() as progress:
         progress.tell("building the model")
@@ -331,7 +354,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
         limit = args.steps or MAX_WARMUP
         for step in range(limit):
             progress("compiling" if step == 0 else "running steps", step, limit)
-            with torch.set_grad_enabled(not args.inference):
+            with torch.set_grad_enabled(not args.inference), errors_of_the_model(target):
                 output = compiled(*target.args, **target.kwargs)
                 if not args.inference:
                     target.loss(output).backward()  # type: ignore[no-untyped-call]

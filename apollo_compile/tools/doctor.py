@@ -529,11 +529,17 @@ def _try_compiler(compiler: str) -> str | None:
     return None
 
 
+_ENOUGH = 1 << 20
+"""Bytes that the files of one model's findings take at most."""
+
+
 def _try_to_write(folder: Path) -> str | None:
     """Return why nothing can be written into `folder`, which need not exist yet; None if it can."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(_ENOUGH))  # an empty file can be made on a full disk
+            file.flush()
             return None
     except OSError as error:
         return _format(error)

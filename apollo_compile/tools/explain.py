@@ -21,6 +21,7 @@ from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
 from apollo_compile.errors import TargetError
 from apollo_compile.ir import Plan, Trace, Variant
+from apollo_compile.reports.outlook import Outlook, outlook_of, planned_state
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import GraphSummary, Stage, State, WhatIf
@@ -80,12 +81,13 @@ def explain(
                 what_if=what_if(compilation, config, units=units, profiles=profiles),
             )
         )
+    outlook = outlook_of(graph for graph in graphs if graph.variant is Variant.PLAN)
     report = Report(
         graphs=tuple(graphs),
         fallbacks=tuple(dry_run.fallbacks),
         breaks=tuple(dry_run.breaks),
         fragments=describe_fragments(original_callable(model), len(dry_run.graphs), dry_run.breaks, is_over=True),
-        states=tuple(_state(dry_run, name) for name in dry_run.graphs),
+        states=tuple(_state(dry_run, name, outlook) for name in dry_run.graphs),
     )
     return compare_batches(report, model, args, kwargs, options=options, batches=batches, progress=progress)
 
@@ -102,10 +104,10 @@ def _check_call(model: object, args: object, kwargs: object) -> None:
         )
 
 
-def _state(dry_run: DryRun, name: str) -> State:
+def _state(dry_run: DryRun, name: str, outlook: Outlook | None) -> State:
     """Return the state of a Dynamo graph: planned, or falls back with reasons."""
     if any(reason is None for _, reason in dry_run.graphs[name]):
-        return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
+        return planned_state(name, outlook)
     reasons = [reason for graph, reason in dry_run.fallbacks if graph == name]
     return State(graph=name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
 

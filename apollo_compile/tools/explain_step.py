@@ -11,10 +11,12 @@ from torch import nn
 from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
 from apollo_compile.ir import Trace, Variant
+from apollo_compile.reports.outlook import outlook_of, planned_state
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.arguments import check_arguments
+from apollo_compile.session.step.loss import LossFunction, own_loss
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.tools.what_if import what_if
@@ -22,7 +24,7 @@ from apollo_compile.tools.what_if import what_if
 
 def explain_step(
     model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], Any],
+    loss_fn: LossFunction | None,
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -56,6 +58,7 @@ def explain_step(
         ConfigError: an argument or an option has a wrong value.
         InfeasiblePlanError: no plan meets the memory quota.
     """
+    loss_fn = own_loss if loss_fn is None else loss_fn
     check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
     config = load_config(options)
     found = predict_step(
@@ -81,4 +84,5 @@ def explain_step(
         Trace(),
         what_if=what_if(compilation, config, units=units, profiles=profiles),
     )
-    return Report(graphs=(summary,), fallbacks=(), states=(State(graph=compilation.capture.name, stage=Stage.PLANNED),))
+    state = planned_state(compilation.capture.name, outlook_of([summary]))
+    return Report(graphs=(summary,), fallbacks=(), states=(state,))

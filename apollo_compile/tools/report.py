@@ -11,7 +11,7 @@ from apollo_compile.errors import TargetError
 from apollo_compile.ir import Role, Trace, Variant
 from apollo_compile.reports.report import Report, merge_reports
 from apollo_compile.reports.summary import summarize
-from apollo_compile.reports.values import GraphSummary, Stage, State
+from apollo_compile.reports.values import GraphSummary, State
 from apollo_compile.reports.words import NOTHING_YET, describe_state
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import compiled_models, describe_calls, find_models
@@ -66,19 +66,11 @@ def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str]) -> R
             graphs=(_summarize_step(step, tuner, units, profiles),),
             fallbacks=(),
             verdicts=() if tuner.verdict is None else ((tuner.program.name, tuner.verdict),),
-            states=(_state_of(tuner),),
+            states=(tuner.state,),
         )
         for tuner in step.tuners
     ]
-    loops = [
-        Report(
-            graphs=(),
-            fallbacks=(),
-            states=(state,),
-        )
-        for state in _states_beside_programs(step)
-    ]
-    return merge_reports([*programs, *loops])
+    return merge_reports([*programs, *map(_report_state, step.states_beside_programs)])
 
 
 def _summarize_step(step: Step, tuner: StepTuner, units: Sequence[int], profiles: Sequence[str]) -> GraphSummary:
@@ -92,23 +84,12 @@ def _summarize_step(step: Step, tuner: StepTuner, units: Sequence[int], profiles
     )
 
 
-def _state_of(tuner: StepTuner) -> State:
-    stage = Stage.SETTLED if tuner.is_settled else Stage.MEASURING
-    return State(graph=tuner.program.name, stage=stage, detail=tuner.progress, round=tuner.round)
-
-
-def _states_beside_programs(step: Step) -> list[State]:
-    refused = (f"{Variant.LOOP}: {reason}" for reason in step.reasons_for_loops)
-    loops = (State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused)
-    return [*loops, *step.loops_first]
-
-
 def status(model: Callable[..., Any] | None = None) -> str:
     """Return the state of autotuning in one line, the first line of `report`, without making a report.
 
-    It begins with `measuring`, `settled` or `falls back`, as in `measuring 3/12: plan 41.2 ms, Inductor 44.0 ms` and
-    `settled: plan, 1.12x Inductor (1.08..1.15)`, with an interval of 90 % confidence. If nothing has been compiled yet,
-    it says so.
+    It begins with `measuring`, `settled` or `falls back`, as in `measuring, about 60 steps (20 s) left: plan 41.2 ms,
+    segments in turn 44.0 ms` and `settled after 128 measured steps: 1.42x as fast as torch.compile (plan on 2 lanes)`.
+    If nothing has been compiled yet, it says so. The `repr` of a step of `compile_step` has the same line.
 
     Arguments:
         model: as for `report`.
@@ -116,12 +97,12 @@ def status(model: Callable[..., Any] | None = None) -> str:
     Raises:
         TargetError: `model` is not callable.
     """
-    if isinstance(model, Step):
-        states = [*map(_state_of, model.tuners), *_states_beside_programs(model)]
-    else:
-        states = [entry.state() for entry in _find(model, "status")]
-    reports = (Report(graphs=(), fallbacks=(), states=(state,)) for state in states)
-    return describe_state(merge_reports(reports).states) or NOTHING_YET
+    states = model.states if isinstance(model, Step) else [entry.state() for entry in _find(model, "status")]
+    return describe_state(merge_reports(map(_report_state, states)).states) or NOTHING_YET
+
+
+def _report_state(state: State) -> Report:
+    return Report(graphs=(), fallbacks=(), states=(state,))
 
 
 def _find(model: Callable[..., Any] | None, what: str) -> list[CompiledModel]:

@@ -8,25 +8,25 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from apollo_compile.errors import TargetError
+from apollo_compile.errors import CallError
 
 
 def split_target(text: str) -> tuple[str, str]:
     """Return the file or module, and the function, that `text` names.
 
     Raises:
-        TargetError: `text` names no function; the message lists the functions of a file that exists.
+        CallError: `text` names no function; the message lists the functions of a file that exists.
     """
     place, _, name = text.rpartition(":")
     if place and name.isidentifier():
         return place, name
     forms = "path/to/file.py:function or package.module:function"
     if Path(text).suffix != ".py":
-        raise TargetError(f"{text!r} names no function; expected {forms}")
+        raise CallError(f"{text!r} names no function; expected {forms}")
     if not Path(text).exists():
-        raise TargetError(f"{text!r} names no function, and there is no such file; expected {forms}")
+        raise CallError(f"{text!r} names no function, and there is no such file; expected {forms}")
     known = [f"{text}:{function}" for function in _functions_of(Path(text))]
-    raise TargetError(f"{text!r} names no function; expected one that returns (model, inputs): {_list(known, text)}")
+    raise CallError(f"{text!r} names no function; expected one that returns (model, inputs): {_list(known, text)}")
 
 
 def _list(known: list[str], text: str) -> str:

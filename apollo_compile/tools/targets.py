@@ -12,8 +12,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +25,8 @@ from typing import Any
 
 import torch
 
-from apollo_compile.errors import TargetError
+import apollo_compile
+from apollo_compile.errors import ApolloError, CallError, TargetError
 from apollo_compile.tools.target_name import split_target
 
 
@@ -59,18 +64,19 @@ def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> ModelC
     """Call the function named by `text`, `path/to/file.py:function` or `package.module:function`; return its target.
 
     Raises:
-        TargetError: there is no such file or function, it fails, or it returns something else.
+        CallError: there is no such file or function.
+        TargetError: the function fails, or returns something else.
     """
     place, name = split_target(text)
     module = _import(place)
     function = getattr(module, name, None)
     if not callable(function):
         known = ", ".join(sorted(key for key, value in vars(module).items() if inspect.isfunction(value)))
-        raise TargetError(f"{place} has no function {name!r}; it has: {known or 'none'}")
+        raise CallError(f"{place} has no function {name!r}; it has: {known or 'none'}")
     try:
         built = function(**(arguments or {}))
     except Exception as error:
-        raise TargetError(f"{text} failed: {type(error).__name__}: {error}") from error
+        raise TargetError(f"{text} failed: {describe_error(error, function)}") from error
     return _read(text, built)
 
 
@@ -85,7 +91,7 @@ def _import(place: str) -> ModuleType:
         if path.suffix != ".py":
             return importlib.import_module(place)
         if not path.exists():
-            raise TargetError(f"there is no file {place}")
+            raise CallError(f"there is no file {place}")
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)  # as for a script, which may import files of its directory
@@ -97,7 +103,8 @@ def _import(place: str) -> ModuleType:
     except TargetError:
         raise
     except Exception as error:
-        raise TargetError(f"cannot import {place}: {type(error).__name__}: {error}") from error
+        kind = CallError if isinstance(error, ModuleNotFoundError) and error.name == place else TargetError
+        raise kind(f"cannot import {place}: {describe_error(error)}") from error
     return module
 
 
@@ -119,6 +126,54 @@ def _read(name: str, built: Any) -> ModelCall:
     else:
         args, kwargs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
     return ModelCall(name=name, model=model, args=args, kwargs=kwargs, loss=loss if callable(loss) else default_loss)
+
+
+@contextmanager
+def errors_of_the_model(target: ModelCall) -> Iterator[None]:
+    """Let an error of the user's own model begin with its file and line, instead of with what torch.compile says of it.
+
+    What fails is called again in eager: if that fails too, the error is the model's.
+
+    Raises:
+        TargetError: the model fails in eager; its cause is the first error.
+    """
+    fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")  # it logs the error, with a traceback of its own
+    level = fake_tensors.level
+    fake_tensors.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except ApolloError:
+        raise
+    except Exception as error:
+        try:
+            target.model(*target.args, **target.kwargs)
+        except Exception as own:
+            raise TargetError(f"{target.name} failed: {describe_error(own, target.model)}") from error
+        raise
+    finally:
+        fake_tensors.setLevel(level)
+
+
+def describe_error(error: BaseException, called: object = None) -> str:
+    """Return an error with the user's innermost line that it passed, as in `model.py:12 in forward: ValueError: ...`.
+
+    If it passed none, the place is where `called`, a module or a function, is defined.
+    """
+    what = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not any(each.filename.startswith(place) for place in _NOT_THE_USERS)]
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {what}"
+    function = inspect.unwrap(called.forward if isinstance(called, torch.nn.Module) else called)  # type: ignore[arg-type]
+    code = getattr(function, "__code__", None)
+    return what if code is None else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}: {what}"
+
+
+_NOT_THE_USERS = (
+    *(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, apollo_compile.__file__, os.__file__)),
+    "<frozen",
+)
+"""Where files begin that belong to torch, to this package, or to Python, with what is installed beside it."""
 
 
 def default_loss(output: Any) -> torch.Tensor:

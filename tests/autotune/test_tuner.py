@@ -99,14 +99,19 @@ def test_the_plan_runs_first_and_the_fastest_last() -> None:
     """In every turn its candidate alone; the state tells the round and the times."""
     subject = Subject({SERIAL: 13, PLAN: 10})
     subject.offer(SERIAL, PLAN)
-    assert (subject.tuner.round, subject.tuner.progress) == ("1/12", "segments in turn, plan")
+    assert (subject.tuner.steps_left, subject.tuner.progress) == (8 * 6, "segments in turn, plan")
     subject.run(4 * 3)
     assert subject.used == 3 * [PLAN] + 6 * [SERIAL] + 3 * [PLAN]
     subject.step()
-    assert (subject.tuner.round, subject.tuner.progress) == ("3/12", "segments in turn 13.00 ms, plan 10.00 ms")
+    assert (subject.tuner.steps_left, subject.tuner.progress) == (
+        6 * 6 - 1,
+        "segments in turn 13.00 ms, plan 10.00 ms",
+    )
+    assert 0.9 < subject.tuner.left_ns / (35 * 11.5e6) < 1.2
     subject.run(ENOUGH)
     assert subject.winners == [PLAN] and subject.tuner.is_settled
-    assert subject.tuner.progress == "plan, 1.30x segments in turn (1.30..1.30)"
+    assert (subject.tuner.steps_left, subject.tuner.left_ns, subject.tuner.progress) == (0, 0, "")
+    assert subject.verdicts[0].summary == "1.30x as fast as segments in turn"
     assert subject.kept[0] == {SERIAL, PLAN} and subject.kept[-1] == {PLAN}
 
 

@@ -133,11 +133,11 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
             run(*inputs).square().mean().backward()
         (state,) = apollo_compile.report(run).states
         assert (state.graph, state.stage) == (found.name, "measuring")
-        assert re.fullmatch(r"\d+/12", state.round) and Variant.SERIAL in state.detail
+        assert state.num_steps > 0 and Variant.SERIAL in state.detail
         train_until_settled(run, inputs)
     (line,) = [r.getMessage() for r in caplog.records if "chosen by measuring" in r.getMessage()]
     text = str(apollo_compile.report(run))
-    assert re.match(r"settled: \w[\w ]*, \d\.\d\dx \w[\w ]* \(\d\.\d\d\.\.\d+\.\d\d\)\n", text)
+    assert re.match(r"settled after \d+ measured steps: \d\.\d\dx as fast as [\w. ]+ \([\w ]+\)(; .*)?\n", text)
     metrics = apollo_compile.report(run).metrics()
     assert metrics["apollo/settled"] == 1
     assert metrics["apollo/step_ms"] == pytest.approx(found.tuner.verdict.standings[0].step_ns / 1e6)

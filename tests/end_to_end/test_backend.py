@@ -335,7 +335,7 @@ def test_the_report_names_segments_lanes_and_times() -> None:
     run = torch.compile(model, backend="apollo", options=STRICT)
     run(*two_tower_inputs()).square().mean().backward()
     first = apollo_compile.report(run)
-    assert str(first).startswith("measuring: 1 of 6 runs of its plan\n")
+    assert re.match(r"measuring, about \d+ steps left\n", str(first))
     assert all(graph.measured is None and graph.is_cold for graph in first.graphs)
     run(*two_tower_inputs()).square().mean().backward()
     for found in (apollo_compile.report(model, profiles=("h200",)), apollo_compile.report(run, profiles=("h200",))):
@@ -345,11 +345,11 @@ def test_the_report_names_segments_lanes_and_times() -> None:
         assert {"image.layers.0", "text.layers.0"} <= names
         assert "image.layers.0" in str(found)
         assert all("device profile h200" in {row.change for row in graph.what_if} for graph in found.graphs)
-        assert str(found).startswith("measuring: 2 of 6 runs of its plan\n")
+        assert re.match(r"measuring, about \d+ steps left\n", str(found))
     for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
         run(*two_tower_inputs()).square().mean().backward()
     assert str(apollo_compile.report(run)).startswith(f"{apollo_compile.status(run)}\n")
-    assert re.fullmatch(r"settled: (plan|segments in turn)", apollo_compile.status(model))
+    assert re.fullmatch(r"settled: (plan on \d lanes?|segments in turn)", apollo_compile.status(model))
     assert apollo_compile.status(nn.Linear(1, 1)) == str(apollo_compile.report(nn.Linear(1, 1)))
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
@@ -23,6 +24,10 @@ from apollo_compile.tools.cli import main
 from tests.test_commands import COMMANDS, LONG
 
 ROOT = Path(__file__).parents[2]
+spec_of_figures = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+assert spec_of_figures is not None and spec_of_figures.loader is not None
+figures = importlib.util.module_from_spec(spec_of_figures)
+spec_of_figures.loader.exec_module(figures)
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -151,22 +156,69 @@ def test_pages_have_code_that_is_looked_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("layers", [1, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_code_of_the_readme_runs(layers: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two towers train some steps on nothing but torch, and the report names both of them."""
+    """Two towers train on nothing but torch until that is settled, and the report begins with the verdict."""
     names: dict[str, object] = {"__name__": "readme"}
     before = set(sys.modules)
     (code,) = (block.code for block in blocks_of(README) if block.language == "python")
-    as_written = "layers: int = 2"
+    as_written = "layers: int = 4"
     assert code.count(as_written) == 1
     exec(compile(code.replace(as_written, f"layers: int = {layers}"), "README.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert printed.startswith("measuring: 5 of 6 runs of its plan\n")
+    progress, _, printed = capsys.readouterr().out.partition("\n")
+    assert re.match(r"\rmeasuring, about \d+ steps left", progress)
+    assert re.match(r"settled after \d+ measured steps: \d\.\d\dx as fast as .+ \(.+\).*\n", printed)
     assert f"image.layers.{layers - 1}" in printed
     assert f"text.layers.{layers - 1}" in printed
     assert (folder / "report.html").exists()
     assert "transformers" not in set(sys.modules) - before
     assert set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)) == {"torch", "apollo_compile"}
+
+
+def test_readmes_table_and_plot_are_those_of_the_results() -> None:
+    """As `python docs/figures.py` makes them."""
+    text = README.read_text()
+    assert figures.with_table(text) == text and figures.table() in text
+    assert figures.PLOT.read_text() == figures.plot()
+
+
+def test_figures_of_the_readme_are_in_the_results() -> None:
+    """Times and speed-ups; what stands in code is an example."""
+    text = re.sub(r"^```.*?^```$|`[^`]*`", "", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = set(re.findall(r"\b\d+\.\d+ ms|\b\d\.\d+(?=x)", text))
+    assert len(found) > 14
+    assert found <= figures.known_numbers(), found - figures.known_numbers()
+
+
+OPTION = r"`(?:\w+=)?\"?((?:plan|runtime|device|debug|inductor)\.[a-z_]+)\b[^`(/]*`"
+
+
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_options_variables_and_flags_that_pages_name_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options of the backend, APOLLO_... variables, and what inline commands of apollo are given."""
+    text = page.read_text()
+    options = {name for name in re.findall(OPTION, text) if not name.startswith("inductor.")}
+    assert options <= set(known_options()), options - set(known_options())
+    variables = set(re.findall(r"\bAPOLLO_[A-Z_]+\b", text)) - {
+        "APOLLO_ACCEPT",
+        "APOLLO_SANITIZE",
+    }  # of tests and builds
+    known = (ROOT / "apollo_compile" / "config.py").read_text()
+    assert all(name in known for name in variables), variables
+    for command, given in re.findall(r"\bapollo ([a-z][a-z-]+)\b([^`\n]*)", text):
+        flags = set(re.findall(r"(?<!\S)--[a-z-]+", given))
+        if flags and command != "pipeline":
+            with pytest.raises(SystemExit):
+                main([command, "--help"])
+            assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out)), f"apollo {command} {given}"
+
+
+def test_a_name_that_does_not_exist_is_found() -> None:
+    """Else the test above would pass on nothing."""
+    named = '`plan.planer`, `options={"plan.compile_share": 0}` and `--option runtime.body=x`'
+    assert re.findall(OPTION, named) == ["plan.planer"]
+    named_on_pages = [name for page in PAGES for name in re.findall(OPTION, page.read_text())]
+    assert len(named_on_pages) > 30
 
 
 def test_the_landing_page_fits_on_few_screens() -> None:
@@ -241,7 +293,7 @@ def _console_lines(block: Block) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [README, CONTRIBUTING, ROOT / "CHANGELOG.md", BENCHMARKS, *PAGES],
+    [*sorted(ROOT.glob("*.md")), BENCHMARKS, *PAGES],
     ids=lambda page: f"{page.parent.name}-{page.stem}",
 )
 def test_links_lead_somewhere(page: Path) -> None:
@@ -284,7 +336,7 @@ def test_the_site_does_not_build_with_a_dead_link(tmp_path: Path) -> None:
     """In a copy, whose links to a page, a file outside docs and a heading lead nowhere."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "docs", copy / "docs", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("apollo_compile", "benchmarks", "examples", "mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("apollo_compile", "benchmarks", "examples", "mkdocs.yml", *(path.name for path in ROOT.glob("*.md"))):
         (copy / name).symlink_to(ROOT / name)
     dead = (
         "nothing.md",
@@ -292,9 +344,10 @@ def test_the_site_does_not_build_with_a_dead_link(tmp_path: Path) -> None:
         "index.md#nothing",
         "../CONTRIBUTING.md#nothing",
         "../benchmarks",
+        "nothing.png",
     )
     with (copy / "docs" / "limits.md").open("a") as page:
-        page.writelines(f"\n[dead]({link})\n" for link in dead)
+        page.writelines(f"\n{'!' * link.endswith('png')}[dead]({link})\n" for link in dead)
     done = _build_the_site(copy, tmp_path / "site")
     assert done.returncode == 1
     assert f"Aborted with {len(dead)} warnings in strict mode" in done.stdout, done.stdout

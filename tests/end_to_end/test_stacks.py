@@ -110,16 +110,42 @@ def test_a_recipe_has_the_losses_of_eager(
 
 @pytest.mark.slow
 def test_the_trainer_logs_metrics_and_saves_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics after every row of the Trainer's own."""
+    """Once per verdict, and at the end: here nothing is decided before."""
     pytest.importorskip("accelerate")
     found = run("trainer", 'backend="apollo", options={"runtime.bodies": "eager"}', folder / "trainer", monkeypatch)
     history = found["trainer"].state.log_history
     own = [row for row in history if "apollo/settled" in row]
-    assert [row["step"] for row in own] == [row["step"] for row in history if "loss" in row or "train_loss" in row]
+    assert [row["step"] for row in own] == [4]
     assert all(
         row["apollo/graphs_on_lanes"] + row["apollo/graphs_in_turn"] + row["apollo/fallbacks"] > 0 for row in own
     )
     assert "<html" in (folder / "trainer" / "out" / "apollo.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_trainer_compiles_by_the_name_of_the_backend_once_it_is_registered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before; the verdict is told once."""
+    utils = pytest.importorskip("accelerate.utils")
+    integration = pytest.importorskip("apollo_compile.integrations.transformers")
+    monkeypatch.setattr(utils.DynamoBackend, "_missing_", utils.DynamoBackend._missing_)
+    with pytest.raises(ValueError, match="APOLLO"):
+        utils.TorchDynamoPlugin(backend="apollo")
+    for _ in range(2):
+        integration.register()
+    assert utils.TorchDynamoPlugin(backend="apollo").to_kwargs()["backend"] == "apollo"
+    with pytest.raises(ValueError, match="APOLO"):
+        utils.TorchDynamoPlugin(backend="apolo")
+    code = RECIPES["trainer"].replace('model.compile(backend="apollo")\n', "")
+    code = code.replace('    output_dir="out",', '    output_dir="out", torch_compile_backend="apollo",')
+    monkeypatch.setitem(RECIPES, "trainer", code)
+    told: list[str] = []
+    monkeypatch.setattr(integration._logger, "warning", told.append)
+    known = {id(model) for model in registry.compiled_models()}
+    run("trainer", 'backend="apollo"', folder / "trainer", monkeypatch)
+    assert any(id(model) not in known for model in registry.compiled_models())
+    assert len(told) == 1 and "measuring, about" in told[0]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from apollo_compile import step as public
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.reports.report import Report
+from apollo_compile.reports.values import Stage
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import Step
 from apollo_compile.tools.explain_step import explain_step
@@ -553,10 +554,12 @@ def test_variants_of_a_step_are_compared_and_one_stays() -> None:
     expected = copy.deepcopy(model)
     options = {**EAGER, "plan.autotune": True, "plan.compile_share": 1e6}
     step = compile_step(model, chain_loss, microbatches=2, options=options)
+    left = []
     for seed in range(3000):
         model.zero_grad()
         expected.zero_grad()
         loss = step(chain_batch(seed))
+        left += [state.num_steps for state in step.states if state.stage is Stage.MEASURING]
         wanted = run_loop(expected, chain_loss, chain_batch(seed), 2, None)
         torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
         if step.tuners and step.tuners[0].is_settled and not step.tuners[0].is_more_to_come:
@@ -564,6 +567,9 @@ def test_variants_of_a_step_are_compared_and_one_stays() -> None:
     (verdict,) = step.verdicts
     for variant in ("loop over micro-batches", "loop in eager", "segments in turn", "Inductor, traced step"):
         assert variant in verdict
+    assert re.search(r"settled after \d+ measured steps: .*as fast as .*\(.*\)", repr(step))
+    assert status(step) in repr(step)
+    assert len(left) > 10 and sum(later > before for before, later in itertools.pairwise(left)) < 0.05 * len(left)
 
 
 def test_frequent_kinds_of_batches_get_programs_until_dynamo_compiles_no_more(caplog: pytest.LogCaptureFixture) -> None:
@@ -920,7 +926,7 @@ def test_a_trainer_whose_loss_function_knows_its_step_goes_with_it() -> None:
     trainer = Trainer()
     for _ in range(1000):
         trainer.step(chain_batch(0))
-        if trainer.step.tuners and "round" in trainer.step.verdicts[0]:
+        if trainer.step.tuners and "measuring" in trainer.step.verdicts[0]:
             break
     references = [weakref.ref(each) for each in (trainer, trainer.step, trainer.model, trainer.step.tuners[0])]
     del trainer
@@ -944,3 +950,33 @@ def test_a_step_that_is_dropped_keeps_nothing_alive() -> None:
     del model, step
     gc.collect()
     assert [reference() for reference in references] == 4 * [None]
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+
+
+class OwnLoss(nn.Module):
+    """A model that returns its loss, as those of Hugging Face do, by attribute or by name."""
+
+    def __init__(self, is_named: bool) -> None:
+        super().__init__()
+        self.chain, self.is_named = Chain(), is_named
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = chain_loss(self.chain, {"x": x, "y": y})
+        return {"loss": loss} if self.is_named else Output(loss=loss)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_model_that_computes_its_loss_needs_no_loss_function(is_named: bool) -> None:
+    """It is called with the entries of the batch by name; the plan before training has the same segments."""
+    torch._dynamo.reset()
+    model = OwnLoss(is_named)
+    same = copy.deepcopy(model.chain)
+    step = compile_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), options=EAGER)
+    optimizer = torch.optim.SGD(same.parameters(), lr=0.1)
+    for seed in range(3):
+        loss = step(chain_batch(seed))
+        torch.testing.assert_close(loss, run_loop(same, chain_loss, chain_batch(seed), 1, optimizer))
+    assert len(explain_step(model, None, chain_batch(0), options=EAGER).graphs) == 1

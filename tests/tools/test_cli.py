@@ -123,7 +123,7 @@ def test_what_cannot_be_done_is_one_line(
     assert main(["calibrate", "--units", "9"]) == 1
     assert capsys.readouterr().err == "apollo calibrate: cannot calibrate 9 units\n"
     (tmp_path / "file").write_text("")
-    assert main(["calibrate", "--units", "2", "--output", str(tmp_path / "file" / "p.json")]) == 1
+    assert main(["calibrate", "--units", "2", "--output", str(tmp_path / "file" / "p.json")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("apollo calibrate: ")
 
 
@@ -201,7 +201,7 @@ def test_explain_prints_json_and_answers_why(model_file: str, capsys: pytest.Cap
         ("absent.py:build", "there is no file absent.py"),
         ("absent_module:build", "cannot import absent_module: ModuleNotFoundError"),
         ("{file}:absent", "has no function 'absent'; it has: broken, build, by_name, nothing"),
-        ("{file}:broken", "failed: RuntimeError: no weights"),
+        ("{file}:broken", "{file}:broken failed: {file}:24 in broken: RuntimeError: no weights"),
         ("{file}:nothing", "returned NoneType; expected (model, inputs)"),
     ],
 )
@@ -209,9 +209,55 @@ def test_a_wrong_target_is_one_line(
     target: str, message: str, model_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """That names the fault."""
-    assert main(["explain", target.format(file=model_file)]) == 1
+    is_there = target in ("{file}:broken", "{file}:nothing")
+    assert main(["explain", target.format(file=model_file)]) == (1 if is_there else 2)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("apollo explain: ") and message.format(file=model_file) in last
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explain", "{file}:by_name", "--option", "plan.planer=greedy"],
+        ["explain", "{file}:by_name", "--option", "plan.planner=fast"],
+        ["explain", "{file}:by_name", "--html", "{folder}/absent/page.html"],
+        ["report", "{file}:by_name", "--steps", "1", "--save", "{folder}"],
+        ["report", "{file}:by_name", "--steps", "0"],
+        ["plan-diff", "{folder}/a.json", "{folder}/b.json"],
+    ],
+)
+def test_wrong_calls_exit_with_two_and_compile_nothing(
+    arguments: list[str], model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong names and values of options, files that cannot be written or are not there."""
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
+    filled = [each.format(file=model_file, folder=tmp_path) for each in arguments]
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(main(filled))
+
+
+@pytest.mark.parametrize("command", ["explain", "report"])
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [("torch.ones(2, 4)", "8 in forward: RuntimeError: mat1 and mat2"), ("{'z': 1}", "7 in forward: TypeError: ")],
+)
+def test_an_error_of_the_model_begins_with_its_own_line(
+    command: str, inputs: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What torch.compile says of it comes with `-v` only."""
+    file = tmp_path / "bad.py"
+    file.write_text(
+        "import torch\n\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(3, 3)\n    def forward(self, x):\n        return self.layer(x)\n\n"
+        f"def build():\n    return Model(), {inputs}\n"
+    )
+    assert main([command, f"{file}:build", "--option", "device.units=1"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.splitlines()[-1].startswith(f"apollo {command}: {file}:build failed: {file}:{told}")
+    assert "Traceback" not in errors and "meta" not in errors
+    torch._dynamo.reset()
+    assert main([command, f"{file}:build", "--option", "device.units=1", "-v"]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["explain", "bench", "report"])
@@ -224,7 +270,7 @@ def test_a_target_without_a_function_is_answered_before_torch_is_imported(tmp_pa
         f"print(main([{command!r}, {str(file)!r}]), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "1 False\n"
+    assert done.stdout == "2 False\n"
     assert done.stderr.endswith(f"names no function; expected one that returns (model, inputs): {file}:build\n")
 
 
@@ -248,9 +294,9 @@ def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "other.json").write_text("{}")
     assert main(["report", str(tmp_path / "other.json")]) == 1
     assert "not a report" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "absent.json")]) == 1
+    assert main(["report", str(tmp_path / "absent.json")]) == 2
     assert capsys.readouterr().err.endswith("absent.json: No such file or directory\n")
-    assert main(["report", "model.py"]) == 1
+    assert main(["report", "model.py"]) == 2
     assert "'model.py' names no function, and there is no such file" in capsys.readouterr().err
 
 
@@ -287,7 +333,7 @@ def test_plan_diff_compares_reports(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["plan-diff", clip, clap, "--exit-code", "--json"]) == 1
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["is_same_plan"] is False and found["only_before"] == ["clip_forward", "clip_backward"]
-    assert main(["plan-diff", clip, str(tmp_path / "absent.json")]) == 1
+    assert main(["plan-diff", clip, str(tmp_path / "absent.json")]) == 2
     assert main(["plan-diff", clip, str(tmp_path)]) == 1
     assert "there is no plan in" in capsys.readouterr().err
 
@@ -391,4 +437,5 @@ def test_every_command_has_json_and_a_description(capsys: pytest.CaptureFixture[
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])
         assert stopped.value.code == 0
-        assert "--json" in capsys.readouterr().out
+        assert "--json" in (text := capsys.readouterr().out)
+        assert "?." not in text and ".." not in text.replace("...", "")

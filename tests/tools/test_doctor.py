@@ -261,6 +261,11 @@ def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkey
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked / "below"))
     assert find(look(), "cache").level is Level.WARNING
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor.tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb", 0))  # noqa: SIM115
+        found = find(look(), "cache")
+    assert found.level is Level.WARNING and "cannot be written: OSError: [Errno 28] No space left" in found.message
     absent = str(tmp_path / "absent")
     for variable, value, message in (
         ("APOLLO_DISABLE", "perhaps", "APOLLO_DISABLE"),

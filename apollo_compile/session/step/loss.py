@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from apollo_compile.reports.values import State
 from apollo_compile.session.backend import compile_dynamo_graph
 from apollo_compile.session.step.linking import STAYS, owned_by
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
@@ -27,6 +26,13 @@ _logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """`loss_fn(model, micro_batch)` returns the loss, a tuple that begins with it, or a mapping that has it as `loss`."""
+
+
+def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return the loss that a model computes by itself: `model(**batch).loss`."""
+    returned = model(**batch)
+    return returned["loss"] if isinstance(returned, Mapping) else returned.loss
+
 
 FREQUENT = 3
 """Steps of a kind of micro-batch after which it gets a graph of its own; others share one for all sizes."""
@@ -131,11 +137,6 @@ class CompiledLoss:
                     raise
                 return None  # the loop runs this one in pieces
         return None if any(each.graph is not graph for each in noted) else (noted, returned)
-
-    @property
-    def waiting(self) -> list[State]:
-        """The states of graphs that no program has been made of yet."""
-        return [graph.model.state() for graph in self.graphs if not graph.outcomes]
 
     def _has_own_graph(self, part: Any) -> bool:
         """Whether a kind of micro-batch has a graph of its own or is to get one, as the first and frequent ones do."""

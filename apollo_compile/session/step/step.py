@@ -29,6 +29,7 @@ from apollo_compile.config import load_config
 from apollo_compile.errors import CaptureError, NotReplayedError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
+from apollo_compile.reports.words import NOTHING_YET, describe_state
 from apollo_compile.session.step.alternatives import (
     ALTERNATIVES,
     Alternative,
@@ -43,7 +44,7 @@ from apollo_compile.session.step.notes import LossGraph, Noted
 from apollo_compile.session.step.program import StepProgram, leave_gradients
 from apollo_compile.session.step.returned import Outputs, detach_others, loss_in, weighted_sum
 from apollo_compile.session.step.split import weigh_parts
-from apollo_compile.session.step.tuning import StepTuner
+from apollo_compile.session.step.tuning import StepTuner, steps_to_compare
 
 _logger = logging.getLogger(__name__)
 
@@ -127,12 +128,19 @@ class Step:
         return list(dict.fromkeys(filter(None, [self._loss.why_not_one_graph, *refused])))
 
     @property
-    def loops_first(self) -> list[State]:
-        """The states of graphs that run as a loop until their plans are final."""
-        return [
-            replace(state, stage=Stage.MEASURING, detail=f"the loop first: {state.detail}")
-            for state in self._loss.waiting
-        ]
+    def states_beside_programs(self) -> list[State]:
+        """The states of kinds of steps that only run as a loop, and of those that do until their plans are final."""
+        refused = (f"{Variant.LOOP}: {reason}" for reason in self.reasons_for_loops)
+        loops = [State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused]
+        return [*loops, *(_loop_first(graph) for graph in self._loss.graphs if not graph.outcomes)]
+
+    @property
+    def states(self) -> list[State]:
+        """The states of all kinds of steps."""
+        return [*(each.state for each in self.tuners), *self.states_beside_programs]
+
+    def __repr__(self) -> str:
+        return f"<step of {type(self._model).__name__}, {describe_state(self.states) or NOTHING_YET}>"
 
     # -------------------------------------------------------------------------------------------- taking a step
 
@@ -288,6 +296,19 @@ class Step:
                 torch.cuda.empty_cache()
             self._has_stepped = True
             self._optimizer.step()
+
+
+def _loop_first(graph: LossGraph) -> State:
+    """Return the state of a graph that runs as a loop until its plans are final; then variants take turns."""
+    state = graph.model.state()
+    return replace(
+        state,
+        stage=Stage.MEASURING,
+        detail="the loop first",
+        num_steps=max((each.runs_left for each in graph.model.graphs), default=0)
+        + steps_to_compare(graph.model.target),
+        left_ns=0,
+    )
 
 
 def _call_loss(loss_fn: LossFunction, model: nn.Module, part: Any) -> Any:

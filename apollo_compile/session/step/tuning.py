@@ -12,12 +12,15 @@ from functools import partial
 
 from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.autotune.candidates import Candidate, CandidateError
-from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN
+from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN, Rules, typical_steps
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
+from apollo_compile.reports.values import Stage, State
+from apollo_compile.session.model import NOT_YET, describe_result
 from apollo_compile.session.step.alternatives import Alternative, compile_ns
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.warm_start import WarmStart
+from apollo_compile.target.target import Target
 
 _logger = logging.getLogger(__name__)
 
@@ -30,6 +33,16 @@ _SIMPLEST_FIRST = (
     Variant.NARROW,
     Variant.PLAN,
 )
+
+
+def rules_of(target: Target) -> Rules:
+    """Return how the steps of a device are timed."""
+    return PER_CALL if target.calls_wait else PER_TURN
+
+
+def steps_to_compare(target: Target) -> int:
+    """Return about how many steps it takes to compare the usual candidates that can run at once."""
+    return typical_steps(len((Variant.LOOP, Variant.EAGER, Variant.SERIAL, Variant.PLAN)), rules_of(target))
 
 
 class StepTuner:
@@ -72,7 +85,7 @@ class StepTuner:
         target = program.variants.target
         self._tuner = Tuner(
             program.name,
-            rules=PER_CALL if target.calls_wait else PER_TURN,
+            rules=rules_of(target),
             budget=budget,
             tell=self._keep_verdict,
             keep=self._keep,
@@ -157,14 +170,26 @@ class StepTuner:
         self._tuner.drop(variant)
 
     @property
-    def round(self) -> str:
-        """The round that the comparison is in, as in `3/12`; empty if none is running."""
-        return self._tuner.round
-
-    @property
-    def progress(self) -> str:
-        """Times until now, or the winner; and why a step is a loop instead, if it is."""
-        return self._tuner.progress + self._now
+    def state(self) -> State:
+        """How far its comparison is, or what won; and why a step is a loop instead, if it is."""
+        verdict, tuner = self.verdict, self._tuner
+        if not self.is_settled:
+            return State(
+                graph=self.program.name,
+                stage=Stage.MEASURING,
+                detail=tuner.progress + self._now,
+                num_steps=tuner.steps_left,
+                left_ns=tuner.left_ns,
+            )
+        num_lanes = self.program.variants.plan_of(tuner.current).plan.num_lanes
+        return State(
+            graph=self.program.name,
+            stage=Stage.SETTLED,
+            detail=describe_result(verdict, [tuner.current], num_lanes)
+            + f"; {NOT_YET}" * self.is_more_to_come
+            + self._now,
+            num_steps=0 if verdict is None or verdict.is_remembered else verdict.num_steps,
+        )
 
     @property
     def _now(self) -> str:
@@ -172,8 +197,8 @@ class StepTuner:
 
     def __str__(self) -> str:
         if self._tuner.is_comparing:
-            return f"measuring {self.round}: {self.progress}"
-        return f"{self.verdict}{self._now}" if self.verdict is not None else self.progress
+            return str(self.state)
+        return f"{self.verdict}{self._now}" if self.verdict is not None else f"{self.current}{self._now}"
 
     # ------------------------------------------------------------------------------------------------- its parts
 

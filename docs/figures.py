@@ -1,0 +1,137 @@
+"""Make README's table and plot from what `benchmarks/` measured: `python docs/figures.py` writes both.
+
+speed_ups() -> every published comparison with Inductor;  table() -> rows of README;  plot() -> docs/speedup.svg
+
+`tests/end_to_end/test_docs.py` fails where README or the plot is not what this makes, or has a number of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+PLOT = ROOT / "docs" / "speedup.svg"
+
+COMPARISONS = ("lanes", "modes", "modes_xeon", "modes_xeon_batch4")
+"""Files with steps of forward and backward, each beside Inductor's in turn."""
+
+NAMES = {
+    "two_tower": "two towers",
+    "clip": "CLIP",
+    "flava": "FLAVA",
+    "clap": "CLAP",
+    "llava": "LLaVA (a chain)",
+    "whisper": "Whisper (a chain)",
+    "vit_control": "ViT (a chain)",
+}
+COLORS = {"AMD": "#3f51b5", "Intel": "#ef6c00"}
+
+HEAD = """| forward and backward, batch 4 | eager | torch.compile | max-autotune | apollo | over torch.compile (95 %) |
+| --- | ---: | ---: | ---: | ---: | ---: |"""
+
+
+class SpeedUp(NamedTuple):
+    """How many times as fast as Inductor a model was."""
+
+    name: str
+    batch: int
+    vendor: str
+    ratio: float
+
+
+def measurements(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the machine and the content of every comparison in a file of results."""
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    for run in content.get("runs", [content]) if isinstance(content, dict) else ():
+        for measurement in run.get("measurements", ()):
+            yield run.get("machine", {}), measurement
+
+
+def speed_ups() -> list[SpeedUp]:
+    """Return every comparison of a step with Inductor's."""
+    found = []
+    for file in COMPARISONS:
+        for machine, each in measurements(file):
+            times = {result["variant"]: result["summary"]["median_ns"] for result in each["results"]}
+            task, vendor = each["task"]["arguments"], "AMD" if "AMD" in machine["cpu"] else "Intel"
+            found.append(SpeedUp(task["name"], task["batch"], vendor, times["inductor"] / times["apollo"]))
+    return found
+
+
+def table() -> str:
+    """Return README's table: the steps of `modes.json`."""
+    rows = [HEAD]
+    for _, each in measurements("modes"):
+        found = {result["variant"]: result["summary"] for result in each["results"]}
+        eager, whole, best, own = (
+            f"{found[name]['median_ns'] / 1e6:.1f} ms"
+            for name in ("eager", "inductor", "inductor-max-autotune", "apollo")
+        )
+        ratio = found["apollo"]
+        interval = f"{ratio['speedup']:.2f}x ({ratio['speedup_low']:.2f} .. {ratio['speedup_high']:.2f})"
+        rows.append(
+            f"| {NAMES[each['task']['arguments']['name']]} | {eager} | {whole} | {best} | **{own}** | {interval} |"
+        )
+    return "\n".join(rows)
+
+
+def known_numbers() -> set[str]:
+    """Return all times and ratios of all results, as README writes them."""
+    found = set()
+    for path in RESULTS.glob("*.json"):
+        for _, each in measurements(path.stem):
+            for summary in (result.get("summary") or {} for result in each["results"]):
+                found |= {f"{value / 1e6:.1f} ms" for name, value in summary.items() if name.endswith("_ns")}
+                found |= {f"{value:.2f}" for name, value in summary.items() if name.startswith("speedup")}
+    return found | {f"{each.ratio:.2f}" for each in speed_ups()}
+
+
+def plot() -> str:
+    """Return the plot: a row per model and batch, a dot per comparison."""
+    found = speed_ups()
+    rows = sorted({(each.name, each.batch) for each in found}, key=lambda row: (list(NAMES).index(row[0]), row[1]))
+    left, width, high, first = 170, 560, 18, 44
+    place = {row: first + high * number for number, row in enumerate(rows)}
+    bottom = first + high * len(rows)
+
+    def x(ratio: float) -> float:
+        return round(left + (ratio - 0.9) / 1.2 * width, 1)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {bottom + 14}" role="img" '
+        'font-family="sans-serif" font-size="12" aria-label="Speed-up over torch.compile by model and batch">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        '<text x="8" y="16" font-weight="bold">Speed-up over torch.compile, forward and backward, on 2 cores</text>',
+    ]
+    for number, (vendor, color) in enumerate(COLORS.items()):
+        at = left + 330 + 70 * number
+        parts.append(f'<circle cx="{at}" cy="12" r="4" fill="{color}"/><text x="{at + 9}" y="16">{vendor}</text>')
+    for tick in (0.9, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0):
+        line = "#444" if tick == 1.0 else "#ddd"
+        parts.append(f'<line x1="{x(tick)}" y1="{first - 10}" x2="{x(tick)}" y2="{bottom}" stroke="{line}"/>')
+        parts.append(f'<text x="{x(tick)}" y="{first - 14}" text-anchor="middle" fill="#555">{tick:.1f}x</text>')
+    for (name, batch), y in place.items():
+        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{NAMES[name]}, batch {batch}</text>')
+    for each in found:
+        title = f"<title>{NAMES[each.name]}, batch {each.batch}, {each.vendor}: {each.ratio:.2f}x</title>"
+        parts.append(
+            f'<circle cx="{x(each.ratio)}" cy="{place[each.name, each.batch]}" r="4" fill="{COLORS[each.vendor]}" '
+            f'fill-opacity="0.75">{title}</circle>'
+        )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def with_table(readme: str) -> str:
+    """Return README with the table that the results make."""
+    return re.sub(r"\| forward and backward, batch 4 .*?\n(?=\n)", lambda _: f"{table()}\n", readme, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))
+    PLOT.write_text(plot())

@@ -1,0 +1,66 @@
+"""What `explain` predicts about the steps of the benchmark is near what was measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apollo_compile.ir import Role
+from apollo_compile.reports.outlook import SPREAD, outlook_of, planned_state
+from apollo_compile.reports.values import Stage
+from tests.reports.test_report import small
+
+ROOT = Path(__file__).parents[2]
+PREDICTED = json.loads((ROOT / "tests" / "expected" / "outlook.json").read_text())
+"""By `explain` of the workloads at size small, on two cores: nanoseconds of a step on one lane and by its plans."""
+
+
+def predict(serial_ns: int, predicted_ns: int) -> Any:
+    """Return the outlook for a forward and a backward that take so long together."""
+    (graph,) = small().graphs
+    half = replace(graph, serial_ns=serial_ns // 2, predicted_ns=predicted_ns // 2)
+    return outlook_of([replace(half, role=Role.FORWARD), replace(half, role=Role.BACKWARD)])
+
+
+def measured() -> Iterator[tuple[tuple[str, int], float]]:
+    """Yield model, batch, and how many times as fast as Inductor apollo was, for every published comparison."""
+    for name in ("lanes", "modes", "modes_xeon", "modes_xeon_batch4"):
+        content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        for run in content.get("runs", [content]):
+            for each in run["measurements"]:
+                times = {result["variant"]: result["summary"]["median_ns"] for result in each["results"]}
+                arguments = each["task"]["arguments"]
+                yield (arguments["name"], arguments["batch"]), times["inductor"] / times["apollo"]
+
+
+def test_predictions_are_near_what_was_measured() -> None:
+    """Half of them within 10 %, nine of ten in the spread, and of nineteen of twenty the right side of 1."""
+    outlooks = {(each["model"], each["batch"]): predict(each["serial_ns"], each["predicted_ns"]) for each in PREDICTED}
+    pairs = [(outlooks[key].ratio, ratio) for key, ratio in measured() if key in outlooks]
+    assert len(pairs) > 40
+    assert statistics.median(abs(told / ratio - 1) for told, ratio in pairs) < 0.10
+    assert sum((told > 1) == (ratio > 1) for told, ratio in pairs) >= 0.95 * len(pairs)
+    low, high = SPREAD
+    assert sum(low <= ratio / told <= high for told, ratio in pairs) >= 0.85 * len(pairs)
+
+
+def test_the_line_says_whether_apollo_would_help() -> None:
+    """Times and ratio agree; a step that is too short to have been measured gains no more than the share allows."""
+    helps = planned_state("0/0", predict(70_000_000, 55_000_000))
+    assert str(helps) == "would help: about 1.36x over torch.compile (75.00 ms -> 55.00 ms); 1.2 to 1.8"
+    assert planned_state("0/0", predict(10_000_000_000, 10_000_000_000)).stage is Stage.WOULD_HARDLY_HELP
+    assert predict(1_000, 1_000).ratio == pytest.approx(1.4)
+
+
+def test_nothing_is_predicted_for_a_gpu() -> None:
+    """There are no measurements to fit."""
+    (graph,) = small().graphs
+    on_gpu = replace(graph, device=replace(graph.device, kind="cuda"))
+    assert outlook_of([on_gpu]) is None
+    assert planned_state("0/0", None).stage is Stage.PLANNED
