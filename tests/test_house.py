@@ -233,20 +233,20 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS = {
-    ".": 38_700,
+    ".": 39_200,
     "autotune": 1_200,
     "device": 5_600,
     "distributed": 3_800,
     "ir": 1_850,
     "operators": 1_250,
-    "passes": 2_350,
+    "passes": 2_360,
     "planner": 3_100,
     "reports": 2_750,
-    "session": 5_500,
+    "session": 5_900,
     "store": 950,
     "target": 750,
     "tools": 3_150,
-    "torch_bridge": 4_850,
+    "torch_bridge": 4_930,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
