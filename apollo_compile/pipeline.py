@@ -181,12 +181,14 @@ def plan_partition(
     profile: DeviceProfile,
     config: Config,
     runner: StageRunner,
+    lanes: tuple[Lane, ...] | None = None,
     is_narrow: bool = False,
     pinned: Plan | None = None,
 ) -> Compilation:
     """Run the stages from cost to program on a partition.
 
-    With `is_narrow`, at most two segments run at once; a `pinned` plan keeps its lanes and order.
+    The lane catalogue is that of the profile, unless `lanes` is another. With `is_narrow`, at most two segments run at
+    once; a `pinned` plan keeps its lanes and order.
     """
     graph = partition.graph
     costs = _run_cost(graph, profile, observations, runner)
@@ -195,7 +197,7 @@ def plan_partition(
         make_plan,
         graph,
         costs,
-        lanes=profile.lanes,
+        lanes=profile.lanes if lanes is None else lanes,
         planner=config.plan.planner,
         min_gain=config.plan.min_gain,
         seed=config.plan.seed,

@@ -240,14 +240,14 @@ BUDGETS = {
     "distributed": 3_800,
     "ir": 1_900,
     "operators": 1_250,
-    "passes": 2_350,
+    "passes": 2_360,
     "planner": 3_100,
-    "reports": 2_900,
-    "session": 5_550,
+    "reports": 2_950,
+    "session": 5_950,
     "store": 950,
     "target": 750,
-    "tools": 3_850,
-    "torch_bridge": 4_850,
+    "tools": 3_900,
+    "torch_bridge": 4_930,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 

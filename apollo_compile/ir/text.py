@@ -298,6 +298,8 @@ def _mark(segment: int) -> str:
 
 def format_lane(lane: Lane) -> str:
     """Return e.g. `lane 1 (2 units: 0-1)`."""
+    if not lane.units:
+        return f"lane {lane.id} (network)"
     contiguous = lane.units == tuple(range(lane.units[0], lane.units[-1] + 1))
     span = f"{lane.units[0]}-{lane.units[-1]}" if contiguous and len(lane.units) > 1 else ",".join(map(str, lane.units))
     return f"lane {lane.id} ({format_count(len(lane.units), 'unit')}: {span})"

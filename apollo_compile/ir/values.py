@@ -336,7 +336,7 @@ class Lane:
 
     id: LaneId
     units: tuple[int, ...]
-    """Indices of the device's units, ascending."""
+    """Indices of the device's units, ascending; none for a lane whose segments only wait for other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

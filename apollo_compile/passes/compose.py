@@ -10,8 +10,8 @@ segments of different calls may run at the same time unless one depends on the o
 Values have names. A value that is written in place (a parameter by its optimizer, a running mean by a forward) keeps
 its name. In the call that writes it, every segment that takes the value counts as a writer, because a graph writes to
 its inputs at its end: these segments run after all earlier users of the value, and all later users run after them.
-Segments that are `ordered`, such as those that draw random numbers or communicate with other ranks, run after all
-`ordered` segments of earlier calls.
+Segments that are `ordered`, such as those that draw random numbers, run after all `ordered` segments of earlier calls,
+and segments with collectives one after the other, in the order of their calls.
 
 Guarantees: every call has one instance of each of its segments, with the dependencies of its own graph; segments are in
 the order of the calls, but those of the phase UPDATE right behind the last segment that they wait for; a name stands
@@ -92,6 +92,8 @@ class _Linker:
         """Segments that take a value in the last call that wrote to it."""
         self._last_ordered: list[SegmentId] = []
         """Ordered segments of the latest call that has any."""
+        self._last_collective: list[SegmentId] = []
+        """The latest segment with a collective, if there is one."""
 
     def add_input(self, name: str) -> None:
         """Add an input of the step."""
@@ -118,6 +120,9 @@ class _Linker:
                 self._readers[buffer].append(own)
             if segment.id in ordered:
                 after.update(self._last_ordered)
+            if segment.has_collective:
+                after.update(self._last_collective)
+                self._last_collective = [own]
             self._segments.append(
                 replace(
                     segment,

@@ -8,6 +8,8 @@ A segment gets one mode per unit count of the lane catalogue of the device. Its 
     scaled      formula * median / formula at the nearest number of units on which its body was measured
     formula     the roofline's prediction
 
+A segment has a mode on no unit if its body was measured there: one that only waits for other ranks.
+
 Equal segments share a body, so measuring one layer gives the cost of all equal layers. The first segment with a body
 is predicted slower, because the code of the body is cold when it first runs in a step.
 
@@ -49,12 +51,12 @@ def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Ob
         )
 
     def mode(segment: Segment, units: int) -> Mode:
-        prediction, measured = formula(segment, units), medians.get(segment.body, {})
+        prediction, measured = formula(segment, max(1, units)), medians.get(segment.body, {})
         duration_ns, source = prediction.duration_ns, CostSource.FORMULA
         if units in measured:
             duration_ns, source = measured[units], CostSource.MEASURED
         elif measured:
-            nearest = min(measured, key=lambda count: (abs(count - units), count))
+            nearest = min(filter(None, measured), key=lambda count: (abs(count - units), count))
             ratio = measured[nearest] / formula(segment, nearest).duration_ns
             duration_ns, source = max(1, round(duration_ns * ratio)), CostSource.SCALED
         return Mode(
@@ -67,7 +69,12 @@ def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Ob
         )
 
     return CostTable(
-        modes=tuple(tuple(mode(segment, units) for units in unit_counts) for segment in graph.segments),
+        modes=tuple(
+            tuple(
+                mode(segment, units) for units in (*([0] if 0 in medians.get(segment.body, {}) else []), *unit_counts)
+            )
+            for segment in graph.segments
+        ),
         handover_ns=profile.handover_ns,
         slowdown=profile.slowdown,
     )

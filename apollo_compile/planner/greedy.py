@@ -90,8 +90,9 @@ def _portfolio(problem: Problem, simulator: Simulator) -> Iterator[_Rule]:
     for durations in (wide, slow, frugal):
         tails = tail_lengths(simulator.successors, durations)
         priorities.setdefault(tuple(tail + duration for tail, duration in zip(tails, durations, strict=True)))
-    for lanes in splits(problem):
-        yield _Rule(lanes=lanes, priority=next(iter(priorities)), by_time=True, greed=0.0, chain_alone=False)
+    free = _lanes_without_atoms(problem)
+    for split in splits(problem):
+        yield _Rule(lanes=(*split, *free), priority=next(iter(priorities)), by_time=True, greed=0.0, chain_alone=False)
     families = lane_families(problem)
     for by_time, greed, chain_alone in _CHOICES:
         for priority in priorities:
@@ -100,8 +101,14 @@ def _portfolio(problem: Problem, simulator: Simulator) -> Iterator[_Rule]:
 
 
 def lane_families(problem: Problem) -> list[tuple[int, ...]]:
-    """Return sets of lanes to plan with: all, and lane 0 with the lanes of each split."""
-    return list(dict.fromkeys([tuple(range(len(problem.lanes))), *((0, *split) for split in splits(problem))]))
+    """Return sets of lanes to plan with: all, and lane 0 with the lanes of each split and those without atoms."""
+    free = _lanes_without_atoms(problem)
+    families = ((0, *split, *free) for split in splits(problem))
+    return list(dict.fromkeys([tuple(range(len(problem.lanes))), *families]))
+
+
+def _lanes_without_atoms(problem: Problem) -> tuple[int, ...]:
+    return tuple(lane for lane, atoms in enumerate(problem.lanes) if lane and not atoms)
 
 
 def splits(problem: Problem) -> list[tuple[int, ...]]:

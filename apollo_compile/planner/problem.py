@@ -14,6 +14,8 @@ successor, or of an atom to its next user.
 A `Hold` is an amount of a renewable resource that is in use from the start of a task until its last reader has ended:
 the memory of a value. An amount that is in use only while the task runs (workspace, bandwidth) is a demand.
 
+A lane without atoms, such as that of a network, excludes no other. Tasks that may run there are ordered by precedence.
+
 The first mode of every task is its reference mode. The serial schedule runs all tasks in their reference modes, one
 after the other. If there are atoms, lane 0 covers all of them, and reference modes are on it.
 This is MRCPSP (Talbot 1982, https://doi.org/10.1287/mnsc.28.10.1197) with unary resources, sequence-dependent setup
@@ -100,7 +102,7 @@ class Problem:
         everything = frozenset(range(len(self.atom_sizes)))
         if not self.lanes or self.lanes[0] != everything:
             _fail(f"lane 0 must cover all atoms {sorted(everything)}; got {self.lanes}")
-        if any(bool(everything) != bool(lane) or not lane <= everything for lane in self.lanes):
+        if any(not lane <= everything for lane in self.lanes):
             _fail(f"lanes {self.lanes} do not fit atoms of sizes {self.atom_sizes}")
         if min(self.atom_sizes, default=1) < 1:
             _fail(f"atoms must have at least one unit, got sizes {self.atom_sizes}")

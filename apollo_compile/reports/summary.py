@@ -187,7 +187,7 @@ def _waited(timeline: Timeline, lanes: Sequence[Lane]) -> dict[int, int]:
     waited = {}
     for bar in timeline.bars:
         units = lanes[bar.lane].units
-        waited[bar.segment] = max(0, bar.start_ns - max(free_at[unit] for unit in units))
+        waited[bar.segment] = max(0, bar.start_ns - max((free_at[unit] for unit in units), default=bar.start_ns))
         for unit in units:
             free_at[unit] = bar.end_ns
     return waited

@@ -2,6 +2,7 @@
 
     lane_catalogue(units, atoms)  -> lanes
     useful_lanes(lanes, abreast)  -> the lanes that are of use for so many segments at once
+    with_network(lanes)           -> the same, and a lane without units for communication with other ranks
     atom_borders(atoms)           -> the first unit of every atom, and the end of the last
 
 Lane 0 has every unit. The other lanes come from four splits: two halves, three quarters beside one quarter, three
@@ -72,7 +73,14 @@ def useful_lanes(lanes: tuple[Lane, ...], abreast: int) -> tuple[Lane, ...]:
         return lanes
     narrow = {frozenset(lane.units) for lane in lanes[1:]}
     everything = frozenset[int]().union(*narrow)
-    return tuple(lane for lane in lanes if lane is lanes[0] or everything.difference(lane.units) in narrow)
+    return tuple(
+        lane for lane in lanes if lane is lanes[0] or not lane.units or everything.difference(lane.units) in narrow
+    )
+
+
+def with_network(lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
+    """Return a catalogue with one more lane, which has no units: segments that only wait for other ranks run there."""
+    return (*lanes, Lane(id=LaneId(len(lanes)), units=()))
 
 
 def atom_borders(atoms: Iterable[int]) -> list[int]:

@@ -1,8 +1,20 @@
-"""How long every scenario of the ranks took, at the end of what pytest prints."""
+"""Ranks in processes of their own, and how long each of their scenarios took, at the end of what pytest prints."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.distributed import work
+
+Seen = Callable[[str], list[dict[str, Any]]]
+"""Returns what the ranks saw of a scenario, by rank."""
 
 DURATIONS: pytest.StashKey[list[tuple[str, float]]] = pytest.StashKey()
 """Name and seconds, on the slower rank."""
@@ -20,3 +32,33 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("scenarios of several ranks")
     for name, seconds in durations:
         terminalreporter.write_line(f"{seconds:6.1f} s  {name}")
+
+
+def run_ranks(
+    module: str, scenarios: Iterable[str], size: int, factory: pytest.TempPathFactory, config: pytest.Config
+) -> Seen:
+    """Run the scenarios of a module on `size` ranks; return what these saw of one."""
+    folder = factory.mktemp("ranks")
+    patience = work.PATIENCE.total_seconds()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
+    mp.get_context("forkserver").set_forkserver_preload([module])
+    ranks = mp.start_processes(
+        work.run_rank, (module, size, store.port, folder), nprocs=size, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + 2 * patience
+    try:
+        while not ranks.join(timeout=5):
+            if time.monotonic() > deadline:
+                names = sorted(path.stem for path in folder.glob("*.pt"))
+                pytest.fail(f"the ranks hang: after {2 * patience:.0f} s they have done {names} only")
+    finally:
+        for process in ranks.processes:
+            if process.is_alive():
+                process.kill()
+
+    def read(name: str) -> list[dict[str, Any]]:
+        return [torch.load(folder / f"{name} {rank}.pt", weights_only=False) for rank in range(size)]
+
+    for name in scenarios:
+        config.stash[DURATIONS].append((f"{size} ranks, {name}", max(result["seconds"] for result in read(name))))
+    return read

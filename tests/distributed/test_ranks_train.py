@@ -7,65 +7,33 @@ that. A rank that waits in vain fails after `PATIENCE`, and all are ended then.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from apollo_compile.device.cpu.execute import most_units
 from apollo_compile.ir import Plan, Role, Variant
 from tests.distributed import work
-from tests.distributed.conftest import DURATIONS
+from tests.distributed.conftest import Seen, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"),
     pytest.mark.skipif(most_units() < 2, reason="one core has no lanes"),
 ]
 
-Seen = Callable[[str], list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Run the scenarios of two ranks; return what these saw of one, by rank."""
-    return _run(work.SIZE, tmp_path_factory.mktemp("ranks"), request.config)
+    return run_ranks(work.__name__, work.SCENARIOS[work.SIZE], work.SIZE, tmp_path_factory, request.config)
 
 
 @pytest.fixture(scope="module")
 def seen_by_three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Run those of three ranks: more than CI has cores."""
-    return _run(3, tmp_path_factory.mktemp("ranks"), request.config)
-
-
-def _run(size: int, folder: Path, config: pytest.Config) -> Seen:
-    patience = work.PATIENCE.total_seconds()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
-    mp.get_context("forkserver").set_forkserver_preload([work.__name__])
-    ranks = mp.start_processes(
-        work.run_rank, (size, store.port, folder), nprocs=size, join=False, start_method="forkserver"
-    )
-    deadline = time.monotonic() + 2 * patience
-    try:
-        while not ranks.join(timeout=5):
-            if time.monotonic() > deadline:
-                names = sorted(path.stem for path in folder.glob("*.pt"))
-                pytest.fail(f"the ranks hang: after {2 * patience:.0f} s they have done {names} only")
-    finally:
-        for process in ranks.processes:
-            if process.is_alive():
-                process.kill()
-
-    def read(name: str) -> list[dict[str, Any]]:
-        return [torch.load(folder / f"{name} {rank}.pt", weights_only=False) for rank in range(size)]
-
-    for name in work.SCENARIOS[size]:
-        config.stash[DURATIONS].append((f"{size} ranks, {name}", max(result["seconds"] for result in read(name))))
-    return read
+    return run_ranks(work.__name__, work.SCENARIOS[3], 3, tmp_path_factory, request.config)
 
 
 @pytest.fixture(scope="module")

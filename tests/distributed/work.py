@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import importlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,9 @@ LANES = {
 """Plans with lanes on every machine with two cores, though each rank has one core of its own there."""
 
 Result = dict[str, Any]
+
+Scenario = Callable[[int, Path], Result]
+"""Returns what a rank saw; takes the rank, and a folder that all ranks share."""
 
 
 def make_clip() -> nn.Module:
@@ -356,7 +360,7 @@ def run_damaged_batch(rank: int, folder: Path) -> Result:
         return {"error": error, "expected": other(x), "found": run_other(x), **_graphs(model)}
 
 
-SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
+SCENARIOS: dict[int, dict[str, Scenario]] = {
     SIZE: {
         "ddp": train_ddp,
         "buckets": train_buckets,
@@ -373,8 +377,9 @@ SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
 """By the number of ranks that run them."""
 
 
-def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
-    """Run all scenarios of `size` ranks one after the other, and write what this rank saw of each."""
+def run_rank(rank: int, module: str, size: int, port: int, folder: Path) -> None:
+    """Run the `SCENARIOS` of a module for `size` ranks one after the other, and write what this rank saw of each."""
+    scenarios: Mapping[int, Mapping[str, Scenario]] = importlib.import_module(module).SCENARIOS
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo else looks the machine's name up, which need not have an address
     torch.set_num_threads(2)
@@ -384,7 +389,7 @@ def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
-        for name, scenario in SCENARIOS[size].items():
+        for name, scenario in scenarios[size].items():
             torch._dynamo.reset()
             log.lines.clear()
             begin = time.monotonic()
@@ -441,7 +446,7 @@ def _train_clip(rank: int, model: nn.Module, run: Callable[..., Any]) -> Result:
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
-    return {"losses": losses, "state": _whole_state(model), **_graphs(model)}
+    return {"losses": losses, "state": whole_state(model), **_graphs(model)}
 
 
 def _train(
@@ -455,7 +460,7 @@ def _train(
         (sum(output.square().mean() for output in outputs) / len(batches)).backward()
         gradients = {f"gradient of {n}": _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
-    return {"output": outputs[0].detach().clone(), **gradients, **_whole_state(model)}
+    return {"output": outputs[0].detach().clone(), **gradients, **whole_state(model)}
 
 
 def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None = None) -> Result:
@@ -465,7 +470,8 @@ def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None
     return {"output": output.detach().clone(), **found}
 
 
-def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters and buffers of a model, whole ones of what is sharded."""
     return {name: _whole(value) for name, value in model.state_dict().items()}
 
 

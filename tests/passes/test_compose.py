@@ -235,3 +235,14 @@ def test_a_call_that_does_not_fit_is_refused(call: Call, problem: str) -> None:
     """With the name of the value, or the numbers."""
     with pytest.raises(ValueError, match=problem):
         compose_step("step", [graph((), (0,))], [call], inputs=["x"], outputs=["x"])
+
+
+def test_collectives_of_all_calls_follow_each_other() -> None:
+    """Other ranks keep the order of the calls; nothing else would order two of them that share no value."""
+    made = graph((), collectives=(0,))
+    calls = [
+        Call(graph=0, label=f"@{number}", phase=Phase.UPDATE, takes=("x",), makes=(f"y{number}",))
+        for number in range(3)
+    ]
+    step = compose_step("step", [made], calls, inputs=["x"], outputs=["y0", "y1", "y2"])
+    assert [each.after for each in step.segments] == [(), (0,), (1,)]

@@ -4,12 +4,13 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
 
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
-from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, Plan, SegmentGraph
+from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, Plan, SegmentGraph, SegmentId
 from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.passes.cost import estimate_costs
@@ -21,7 +22,7 @@ from apollo_compile.passes.plan import (
 )
 from apollo_compile.planner import apart
 from apollo_compile.store.profiles import default_profile
-from apollo_compile.target.lanes import lane_catalogue, useful_lanes
+from apollo_compile.target.lanes import lane_catalogue, useful_lanes, with_network
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
 from tests.builders import plan as place
 from tests.planner.oracle import find_optimum
@@ -348,3 +349,59 @@ def test_a_plan_says_what_was_tried() -> None:
     assert plan.candidates[0].makespan_ns == plan.serial_ns
     assert min(candidate.makespan_ns for candidate in plan.candidates) == plan.makespan_ns
     assert to_json(plan)["seed"] == 0
+
+
+def with_collectives(rng: random.Random, size: int, chosen: Sequence[int]) -> SegmentGraph:
+    """Return a random graph with collectives in these segments, one after the other."""
+    made = random_graph(rng, size)
+    segments = list(made.segments)
+    for number, segment in enumerate(chosen):
+        after = {*segments[segment].after, *map(SegmentId, chosen[max(0, number - 1) : number])}
+        segments[segment] = replace(segments[segment], has_collective=True, after=tuple(sorted(after)))
+    return replace(made, segments=tuple(segments))
+
+
+def on_network(table: CostTable, chosen: Collection[int], duration_ns: int) -> CostTable:
+    """Return costs with a mode on no unit for these segments."""
+    free = Mode(units=0, duration_ns=duration_ns, memory_bytes=0)
+    return replace(
+        table,
+        modes=tuple(
+            (replace(free, memory_bytes=modes[0].memory_bytes), *modes) if segment in chosen else modes
+            for segment, modes in enumerate(table.modes)
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_plan_with_a_network_is_legal(seed: int) -> None:
+    """Collectives have a lane without units beside those of any device, one unit included."""
+    rng = random.Random(seed)
+    size = rng.randrange(2, 20)
+    chosen = sorted(rng.sample(range(size), rng.randrange(1, size)))
+    made = with_collectives(rng, size, chosen)
+    lanes = with_network(lane_catalogue(rng.choice((1, 2, 4))))
+    table = on_network(random_costs(rng, made, lanes[:-1]), chosen, rng.randrange(1, 100))
+    check_plan(make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.2), made, table)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_plans_with_a_network_are_optimal(seed: int) -> None:
+    """For few segments, as an exhaustive search finds them."""
+    rng = random.Random(seed)
+    made = with_collectives(rng, 5, (1, 3))
+    lanes = with_network(lane_catalogue(2))
+    table = on_network(random_costs(rng, made, lanes[:-1]), (1, 3), rng.randrange(1, 60))
+    plan = make_plan(made, table, lanes=lanes, min_gain=0.0)
+    check_plan(plan, made, table)
+    assert plan.undisturbed_ns == find_optimum(to_problem(made, table, lanes))
+
+
+def test_collectives_run_beside_segments_that_have_all_units() -> None:
+    """A chain of two layers, the sum of whose gradients are 100 each: the first sum runs beside the second layer."""
+    made = graph((), (0,), (0,), (1,), after={3: (2,)}, collectives=(2, 3))
+    lanes = with_network(lane_catalogue(1))
+    table = on_network(costs(made, lanes[:-1], (100,)), (2, 3), 100)
+    plan = make_plan(made, table, lanes=lanes)
+    assert (plan.makespan_ns, plan.serial_ns) == (300, 400)
+    assert [each.lane for each in plan.assignments[:3]] == [0, 0, 1]

@@ -270,7 +270,8 @@ def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
     with _lanes_lock:
         if key not in _lanes_by_key:
             order = core_share().order
-            cores = [sorted(order[unit] for unit in lane.units) for lane in lanes]
+            own = sorted(order[unit] for unit in lanes[0].units)
+            cores = [sorted(order[unit] for unit in lane.units) or own for lane in lanes]
             has_lost_team = _is_forked and len(lanes[0].units) > 1
             if len(lanes[0].units) == most_units() and not has_lost_team:
                 cores[0] = []  # the calling thread; with fewer units than torch uses, it must be pinned, too
@@ -278,7 +279,7 @@ def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
             try:
                 _lanes_by_key[key] = _native.Lanes(
                     cores=cores,
-                    on_start=lambda lane: prepare_lane_thread(len(cores[lane])),
+                    on_start=lambda lane: prepare_lane_thread(max(1, len(lanes[lane].units))),
                     park_team=park_team and not _is_forked,
                 )
             finally:

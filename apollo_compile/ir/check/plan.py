@@ -22,8 +22,8 @@ def check_costs(costs: CostTable, graph: SegmentGraph) -> None:
     for index, modes in enumerate(costs.modes):
         units = [mode.units for mode in modes]
         at = at_segment(graph, SegmentId(index))
-        if not modes or units != sorted(set(units)) or units[0] < 1:
-            fail("cost table", f"expected at least one mode, units ascending from 1, got units {units}", at)
+        if not modes or units != sorted(set(units)) or units[0] < 0:
+            fail("cost table", f"expected at least one mode, units ascending from 0, got units {units}", at)
         if wrong := [mode for mode in modes if not (0 <= mode.memory_share <= 1 and 0 <= mode.launch_share <= 1)]:
             fail("cost table", f"expected shares of memory and launches between 0 and 1, got {wrong}", at)
         if wrong := [mode for mode in modes if mode.duration_ns < 1 or mode.memory_bytes < 0]:
@@ -39,7 +39,7 @@ def check_plan(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
         fail("plan", f"expected lanes 0, 1, ..., got {[lane.id for lane in plan.lanes]}", where)
     everything = set(plan.lanes[0].units)
     for lane in plan.lanes:
-        if not lane.units or list(lane.units) != sorted(set(lane.units)) or not set(lane.units) <= everything:
+        if list(lane.units) != sorted(set(lane.units)) or not set(lane.units) <= everything:
             fail(
                 "plan", f"units must ascend and be among those of lane 0, got {lane.units}", f"{where}, lane {lane.id}"
             )

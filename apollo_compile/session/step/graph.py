@@ -23,6 +23,7 @@ from apollo_compile.ir import (
     BufferId,
     Capture,
     Node,
+    Observation,
     Observations,
     Partition,
     Phase,
@@ -33,18 +34,21 @@ from apollo_compile.ir import (
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.compose import Call, compose_step
 from apollo_compile.pipeline import plan_partition
+from apollo_compile.session.step.collectives import Averages
 from apollo_compile.session.step.input_tracker import SharedInputs
 from apollo_compile.session.step.micro_batch import GraphCode, MicroBatchGraphs, names_of
 from apollo_compile.session.step.segments import (
     Group,
     OneSegment,
     add_gradients,
+    average_gradients,
     group_gradients,
     limit_gradients,
     measure_gradients,
     update_parameters,
 )
 from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.lanes import with_network
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.optimizers import StepInParts
@@ -68,6 +72,8 @@ class StepGraph:
     """Places of the inputs that it writes to."""
     kept: Sequence[int]
     """Places of the parameters whose gradients it returns; those of others are released as the update has read them."""
+    averages: Averages | None = None
+    """How gradients are averaged over ranks; None where they are not."""
 
 
 def compose_micro_batches(
@@ -76,6 +82,7 @@ def compose_micro_batches(
     *,
     name: str,
     optimizer: StepInParts | None = None,
+    averages: Averages | None = None,
     clip_grad_norm: float | None = None,
     model_parameters: Sequence[torch.Tensor] = (),
     shared_inputs: SharedInputs = _NOTHING_SHARED,
@@ -88,13 +95,19 @@ def compose_micro_batches(
         num_micro_batches: how many of them a step has.
         name: of the step.
         optimizer: steps inside the program, module by module; None leaves gradients only.
+        averages: averages gradients over ranks; None does not.
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         model_parameters: all of the model, in the order in which the squares of their norms are added up.
         shared_inputs: which inputs besides the tensors of the model are the same for all micro-batches.
         is_kept: whether to return the gradient of a parameter; else it is released as the optimizer has used it.
+
+    Raises:
+        UnsupportedGraphError: ranks average gradients of other parameters than those that get some here.
     """
     wiring = _Wiring(micro, num_micro_batches, shared_inputs)
     wiring.add_micro_batches()
+    if averages is not None:
+        wiring.average_gradients(averages)
     wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
     kept = [place for place, parameter in micro.parameters.items() if is_kept(parameter)]
     graph = compose_step(
@@ -114,6 +127,7 @@ def compose_micro_batches(
         stable=frozenset(places[f"input {place}"] for place in shared_inputs.stable),
         written=frozenset(places[value] for call in wiring.calls for value in call.writes),
         kept=kept,
+        averages=averages,
     )
 
 
@@ -125,14 +139,19 @@ def plan_step(
     Raises:
         InfeasiblePlanError: no plan meets the memory quota.
     """
-    name = step.graph.name
+    name, lanes = step.graph.name, profile.lanes
+    observed = _join_observations(micro.forward, micro.backward)
+    if step.averages is not None:
+        observed = _add_collectives(observed, step.graph, step.averages, profile.units)
+        lanes = with_network(lanes)
     return plan_partition(
         Capture(name=name, role=Role.STEP, nodes=_nodes_of(micro), outputs=()),
         Partition(graph=step.graph, bodies=_name_bodies(step.graph), nodes_by_segment=()),
-        _join_observations(micro.forward, micro.backward),
+        observed,
         profile=profile,
         config=config,
         runner=StageRunner(),
+        lanes=lanes,
         is_narrow=is_narrow,
     )
 
@@ -207,6 +226,18 @@ class _Wiring:
             for group, adder in zip(self._groups, adders, strict=True):
                 earlier, later = ([each[place] for place in group.sizes] for each in (self.gradients, made))
                 self._replace_gradients(group, adder, [*earlier, *later], label=f"@{part}")
+
+    def average_gradients(self, averages: Averages) -> None:
+        """Add the means over all ranks, bucket by bucket: Note [collectives of a step] in `collectives.py`."""
+        place_of = {id(parameter): place for place, parameter in self._micro.parameters.items()}
+        if place_of.keys() != {id(parameter) for bucket in averages.buckets for parameter in bucket}:
+            raise UnsupportedGraphError("the parameters that get gradients are not those that ranks average")
+        sizes = {place: size for group in self._groups for place, size in group.sizes.items()}
+        for number, bucket in enumerate(averages.buckets):
+            places = [place_of[id(parameter)] for parameter in bucket]
+            group = Group(name=f"bucket{number}", module="", sizes={place: sizes[place] for place in places})
+            segment = self._add_graph(average_gradients(group, averages.average))
+            self._replace_gradients(group, segment, [self.gradients[place] for place in places])
 
     def finish_gradients(
         self, optimizer: StepInParts | None, limit: float | None, parameter_order: Sequence[torch.Tensor]
@@ -334,3 +365,16 @@ def _join_observations(forward: GraphCode, backward: GraphCode) -> Observations:
     behind = 1 + max((segment.body for segment in forward.graph.segments), default=-1)
     moved = [replace(entry, body=BodyId(entry.body + behind)) for entry in backward.observations.entries]
     return Observations(entries=(*forward.observations.entries, *moved))
+
+
+def _add_collectives(observed: Observations, graph: SegmentGraph, averages: Averages, units: int) -> Observations:
+    """Add what collectives take: the same on all units as on none, where they leave these to others."""
+    entries = list(observed.entries)
+    for segment in graph.segments:
+        if segment.has_collective:
+            num_bytes = sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs)
+            median_ns = averages.duration_ns(num_bytes)
+            entries += [
+                Observation(body=segment.body, units=count, count=1, median_ns=median_ns) for count in (0, units)
+            ]
+    return Observations(entries=tuple(sorted(entries, key=lambda entry: (entry.body, entry.units))))

@@ -16,9 +16,10 @@ from torch import nn
 from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.config import Config
-from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.errors import RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.session.step.alternatives import Alternative
+from apollo_compile.session.step.collectives import DataParallel, order_of_gradients
 from apollo_compile.session.step.graph import (
     StepGraph,
     compose_micro_batches,
@@ -58,6 +59,7 @@ class Linker:
         optimizer: steps inside of programs where it can.
         clip_grad_norm: to which gradients are clipped; None does not clip.
         keep_gradients: whether programs return gradients that the optimizer has used.
+        data_parallel: averages gradients over ranks; None for a model without a wrapper.
         config: its options apply.
     """
 
@@ -68,6 +70,7 @@ class Linker:
         *,
         clip_grad_norm: float | None,
         keep_gradients: bool,
+        data_parallel: DataParallel | None,
         config: Config,
     ) -> None:
         self._model = model
@@ -75,6 +78,7 @@ class Linker:
         self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
         self._keep_gradients = keep_gradients
+        self._data_parallel = data_parallel
         self._config = config
         self._budget = CompileBudget(config.plan.compile_share)
         """Compile budget that all programs share."""
@@ -88,6 +92,8 @@ class Linker:
         except UnsupportedGraphError as error:
             reason = str(error)
             _logger.info("%s: %s", STAYS, reason)
+        except RankError:
+            raise
         except Exception as error:  # training goes on as it did
             if self._config.debug.strict:
                 raise
@@ -95,6 +101,16 @@ class Linker:
             _logger.warning("%s: %s", STAYS, reason)
         graph.model.tuner.is_paused = False  # its graphs are compared by themselves
         return reason
+
+    def order_of_gradients(self, graph: LossGraph | None) -> list[torch.Tensor]:
+        """Return the parameters of a graph that ran in the order in which their gradients are final.
+
+        Raises:
+            UnsupportedGraphError: it is in no program.
+        """
+        if graph is None:
+            raise UnsupportedGraphError("the loss function ran in pieces")
+        return order_of_gradients(self._micro_of(graph))
 
     def _micro_of(self, graph: LossGraph) -> MicroBatchGraphs:
         """Return forward and backward of one micro-batch, which programs for other numbers of them share."""
@@ -110,7 +126,12 @@ class Linker:
             if len(graph.dtypes) != graph.num_returned:
                 raise UnsupportedGraphError(KEEPS_TENSORS)
             graph.micro = find_micro(
-                graph.model, graph.inputs, owned_by(self._model), dtypes=graph.dtypes, loss=graph.loss
+                graph.model,
+                graph.inputs,
+                owned_by(self._model),
+                dtypes=graph.dtypes,
+                loss=graph.loss,
+                averages_gradients=self._data_parallel is not None,
             )
         except UnsupportedGraphError as error:
             graph.refusal = str(error)
@@ -134,6 +155,7 @@ class Linker:
             num_micro_batches=num_micro_batches,
             name=name,
             optimizer=optimizer,
+            averages=None if self._data_parallel is None else self._data_parallel.averages,
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=list(parameters.values()),
             shared_inputs=shared_inputs,
@@ -148,8 +170,9 @@ class Linker:
             named_parameters=parameters,
             target=target,
             config=self._config,
+            ranks=graph.model.ranks,
         )
-        is_compared = may_be_compared(self._config)
+        is_compared = may_be_compared(self._config) and graph.model.ranks.is_alone
         if is_compared:
             self._add_narrow_plan(program, step)
         return StepTuner(

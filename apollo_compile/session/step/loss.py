@@ -48,13 +48,18 @@ class CompiledLoss:
         model: the module that is trained.
         loss_fn: computes the loss of a micro-batch.
         options: of the backend.
+        why_in_pieces: why the loss function runs in pieces from the start; empty if it need not.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, options: Mapping[str, Any], why_in_pieces: str = ""
+    ) -> None:
         self.graphs: weakref.WeakSet[LossGraph] = weakref.WeakSet()
         """Graphs of the loss function that ran."""
-        self.why_not_one_graph = ""
+        self.why_not_one_graph = why_in_pieces
         """Why the loss function runs in pieces; empty if it does not."""
+        if why_in_pieces:
+            _logger.info("%s: %s", STAYS, why_in_pieces)
         self._model = model
         self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
         """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""

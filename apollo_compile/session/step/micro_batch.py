@@ -112,6 +112,7 @@ def find_micro(
     *,
     dtypes: Sequence[torch.dtype],
     loss: int,
+    averages_gradients: bool = False,
 ) -> MicroBatchGraphs:
     """Return the graphs of a micro-batch that was trained on.
 
@@ -121,6 +122,7 @@ def find_micro(
         owned: ids of the module's parameters and buffers.
         dtypes: of the outputs of the Dynamo graph.
         loss: place of the loss among them.
+        averages_gradients: whether the step averages gradients over several ranks.
 
     Raises:
         UnsupportedGraphError: they cannot be linked, with the reason.
@@ -132,8 +134,12 @@ def find_micro(
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:
         raise UnsupportedGraphError(f"{model.name} has {len(model.graphs)} graphs; expected a forward and a backward")
     forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
-    if not forward.is_alone:
-        raise UnsupportedGraphError("steps are linked for a single process only")
+    if not (forward.is_alone or averages_gradients):
+        raise UnsupportedGraphError(
+            "there are several processes, and the model is not wrapped in DistributedDataParallel"
+        )
+    if any(each.has_collective for graph in model.graphs for each in graph.compilation.partition.graph.segments):
+        raise UnsupportedGraphError(f"{model.name} communicates with other ranks")
     unsafe = forward.code.contract.unsafe or backward.code.contract.unsafe
     if unsafe is not None and forward.target.captures:
         raise UnsupportedGraphError(f"{model.name} has {unsafe}, which no CUDA graph may hold")

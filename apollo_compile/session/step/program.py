@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from apollo_compile.config import Config
+from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import Variant
+from apollo_compile.session.step.collectives import settle_plan
 from apollo_compile.session.step.graph import StepGraph, plan_step
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.variants import Variants
@@ -45,6 +47,8 @@ class StepProgram:
     """Ids of the parameters whose gradients the optimizer releases."""
     is_clipped: bool
     """Whether gradients are clipped inside."""
+    is_averaged: bool
+    """Whether gradients are averaged over ranks inside."""
     named_parameters: Mapping[str, torch.Tensor]
     """All of the model."""
     others: Sequence[torch.Tensor]
@@ -74,8 +78,8 @@ class StepProgram:
     def reason_for_loop(self) -> str | None:
         """Return why a step has to be a loop now; None if the program can take it.
 
-        Gradients that are there are added to, as `backward` does, but for those that clipping or the optimizer inside
-        would have to know of.
+        Gradients that are there are added to, as `backward` does, but for those that clipping, other ranks or the
+        optimizer inside would have to know of.
         """
         if self.optimizer is not None:
             self.optimizer.refresh()
@@ -89,8 +93,12 @@ class StepProgram:
             return "a gradient has hooks"
         for parameter in self.parameters:
             if parameter.grad is not None:
-                if self.is_clipped or (self.optimizer is not None and self.optimizer.has(parameter)):
-                    return "gradients are there already that clipping or the optimizer has to know of"
+                if (
+                    self.is_clipped
+                    or self.is_averaged
+                    or (self.optimizer is not None and self.optimizer.has(parameter))
+                ):
+                    return "gradients are there already that clipping, other ranks or the optimizer have to know of"
                 if self.num_micro_batches > 1 and torch.are_deterministic_algorithms_enabled():
                     return "gradients are there already, and sums keep their order with deterministic algorithms"
         return None
@@ -181,13 +189,19 @@ class StepProgram:
             runnable.release()
 
 
-def load_step(micro: MicroBatchGraphs, step: StepGraph, *, target: Target, config: Config) -> Variants:
-    """Return a step, planned and loaded.
+def load_step(
+    micro: MicroBatchGraphs, step: StepGraph, *, target: Target, config: Config, ranks: Ranks | None = None
+) -> Variants:
+    """Return a step, planned and loaded; `ranks` agree on the plan of one with collectives.
 
     Raises:
         InfeasiblePlanError: no plan meets the memory quota.
+        UnsupportedGraphError: the plan is too large to be agreed on.
+        RankError: the agreed plan is unknown, or not legal here.
     """
     compilation = plan_step(micro, step, profile=target.profile, config=config)
+    if ranks is not None and step.averages is not None:
+        compilation = settle_plan(compilation, ranks)
     contract = Contract(
         static_inputs=frozenset(range(len(micro.state))),
         stable_inputs=step.stable,
@@ -248,6 +262,7 @@ def link_step(
     named_parameters: Mapping[str, torch.Tensor],
     target: Target,
     config: Config,
+    ranks: Ranks | None = None,
 ) -> StepProgram:
     """Return the program of a step.
 
@@ -259,14 +274,17 @@ def link_step(
         named_parameters: all of the model.
         target: the device that it runs on.
         config: its `plan` options apply.
+        ranks: that agree on the plan of a step with collectives.
 
     Raises:
         InfeasiblePlanError: no plan meets the memory quota.
+        UnsupportedGraphError: the plan is too large to be agreed on.
+        RankError: the agreed plan is unknown, or not legal here.
     """
     trained = {id(parameter) for parameter in micro.parameters.values()}
     stepped = [place for place, at in enumerate(micro.state) if optimizer is not None and at in micro.parameters]
     return StepProgram(
-        variants=load_step(micro, step, target=target, config=config),
+        variants=load_step(micro, step, target=target, config=config, ranks=ranks),
         micro=micro,
         num_micro_batches=step.num_micro_batches,
         shared=sorted(step.shared_inputs.shared),
@@ -275,6 +293,7 @@ def link_step(
         kept=[micro.parameters[place] for place in step.kept],
         released={id(p) for place, p in micro.parameters.items() if place not in step.kept},
         is_clipped=clip_grad_norm is not None,
+        is_averaged=step.averages is not None,
         written=WrittenMemory(stepped),
         named_parameters=named_parameters,
         others=[] if clip_grad_norm is None else [p for p in named_parameters.values() if id(p) not in trained],

@@ -1,6 +1,6 @@
 """Segments of a training step that no compiled graph has: sums of gradients, their norm, and the optimizer.
 
-    group_gradients(backward, places) -> [Group];    add, measure, limit, update -> OneSegment
+    group_gradients(backward, places) -> [Group];    add, average, measure, limit, update -> OneSegment
 
 Gradients are treated group by group: those that one segment of the backward makes are final at the same time, so their
 sum, and what the optimizer does with them, may run while the backward goes on elsewhere. Only clipping joins all.
@@ -79,6 +79,12 @@ def add_gradients(group: Group) -> OneSegment:
     return _one_segment(group, "sum", takes=2 * sizes, makes=sizes, flops=sum(sizes) // 4, body=_add_pairs)
 
 
+def average_gradients(group: Group, average: _Function) -> OneSegment:
+    """Average gradients over the ranks: takes them and makes the means, with one collective in `average`."""
+    sizes = tuple(group.sizes.values())
+    return _one_segment(group, "mean", takes=sizes, makes=sizes, flops=sum(sizes) // 4, body=average, communicates=True)
+
+
 def measure_gradients(group: Group) -> OneSegment:
     """Measure gradients: takes them and makes one tensor with the norm of each."""
     sizes = tuple(group.sizes.values())
@@ -144,7 +150,15 @@ def update_parameters(
 
 
 def _one_segment(
-    group: Group, what: str, *, takes: Sequence[int], makes: Sequence[int], flops: int, body: _Function, moved: int = 0
+    group: Group,
+    what: str,
+    *,
+    takes: Sequence[int],
+    makes: Sequence[int],
+    flops: int,
+    body: _Function,
+    moved: int = 0,
+    communicates: bool = False,
 ) -> OneSegment:
     """Return a graph of one segment that takes and makes tensors of these sizes in bytes."""
     segment = SegmentId(0)
@@ -186,6 +200,7 @@ def _one_segment(
                 outputs=outputs,
                 after=(),
                 work=work,
+                has_collective=communicates,
             ),
         ),
         buffers=tuple(buffers),

@@ -38,6 +38,7 @@ from apollo_compile.session.step.alternatives import (
     make_alternatives,
 )
 from apollo_compile.session.step.arguments import StepSettings
+from apollo_compile.session.step.collectives import DataParallel, find_data_parallel
 from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction
 from apollo_compile.session.step.notes import LossGraph, Noted
@@ -64,14 +65,18 @@ class Step:
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._settings = settings
+        found = find_data_parallel(model)
+        self._data_parallel = found if isinstance(found, DataParallel) else None
+        called = model if self._data_parallel is None else self._data_parallel.model
         self._linker = Linker(
             model,
             optimizer,
             clip_grad_norm=settings.clip_grad_norm,
             keep_gradients=settings.keep_gradients,
+            data_parallel=self._data_parallel,
             config=self.config,
         )
-        self._loss = CompiledLoss(model, loss_fn, settings.options)
+        self._loss = CompiledLoss(called, loss_fn, settings.options, found if isinstance(found, str) else "")
         self._has_stepped = False
         """Whether a loop has stepped the optimizer."""
         self._num_steps = 0
@@ -152,6 +157,11 @@ class Step:
         self._num_steps += 1
         if self._optimizer is not None:
             self._optimizer.zero_grad()
+        if self._data_parallel is not None:
+            self._data_parallel.begin_step()
+            if not self._data_parallel.is_syncing:  # the user adds up the gradients of several steps
+                self._loss.notes.begin_loop(self._num_steps, len(parts))
+                return self._run_loop(parts, weights)
         key, expected = self._loss.note_step(parts)
         tuner = None if expected is None else expected.outcomes.get(len(parts))
         if isinstance(tuner, StepTuner) and tuner.program.variants.target.is_capturing():
@@ -265,7 +275,7 @@ class Step:
         try:
             returned = add_gradients(self._loss.compute, parts, weights)
         except torch.OutOfMemoryError:
-            if self._optimizer is None or not self._give_way():  # gradients from before the step would be lost
+            if self._optimizer is None or not _give_way(self._loss):  # gradients from before the step would be lost
                 raise
             returned = None
         if returned is None:  # not in the handler, which holds what failed
@@ -275,20 +285,10 @@ class Step:
         self._finish()
         return returned
 
-    def _give_way(self) -> bool:
-        """Release the CUDA graphs of programs for a loop that finds no memory; return whether there are any."""
-        targets = {id(graph.model.target): graph.model.target for graph in self._loss.graphs if graph.outcomes}
-        held = [target for target in targets.values() if target.captures]
-        for target in held:
-            target.keep_only(())
-        if held:
-            _logger.warning(
-                "the loop over micro-batches is out of memory; releasing CUDA graphs of whole steps and trying again"
-            )
-        return bool(held)
-
     def _finish(self) -> None:
-        """Clip gradients and step the optimizer."""
+        """Average gradients over ranks, clip them and step the optimizer."""
+        if self._data_parallel is not None:
+            self._data_parallel.average(lambda: self._linker.order_of_gradients(self._loss.notes.latest))
         if self._settings.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip_grad_norm)
         if self._optimizer is not None:
@@ -309,6 +309,19 @@ def _loop_first(graph: LossGraph) -> State:
         + steps_to_compare(graph.model.target),
         left_ns=0,
     )
+
+
+def _give_way(loss: CompiledLoss) -> bool:
+    """Release the CUDA graphs of programs for a loop that finds no memory; return whether there are any."""
+    targets = {id(graph.model.target): graph.model.target for graph in loss.graphs if graph.outcomes}
+    held = [target for target in targets.values() if target.captures]
+    for target in held:
+        target.keep_only(())
+    if held:
+        _logger.warning(
+            "the loop over micro-batches is out of memory; releasing CUDA graphs of whole steps and trying again"
+        )
+    return bool(held)
 
 
 def _call_loss(loss_fn: LossFunction, model: nn.Module, part: Any) -> Any:

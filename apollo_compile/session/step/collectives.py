@@ -1,0 +1,270 @@
+"""Mean of gradients over the ranks of a model in DistributedDataParallel.
+
+    find_data_parallel(model) -> DataParallel, or why gradients are left to the wrapper
+    DataParallel.average(propose)      after the loop: averages `.grad`, bucket by bucket
+    DataParallel.averages              the same for a program, with a segment for every bucket
+
+Note [collectives of a step]
+    A rank may run a loop where another runs its program: after a batch of another shape, or where one rank could not
+    link its step. Their collectives have to match. So buckets belong to the step and not to a program: all ranks settle
+    them once, in the first step, and loops and programs average the same buckets in the same order. A loop does so
+    after its last backward, a program as soon as the gradients of a bucket are final. Micro-batches are summed before,
+    and communicate once.
+
+    Buckets are in the order in which their gradients can be final at the earliest, if everything that does not depend
+    on each other runs at once: the last layers of several towers come first. As with DDP, the order is that of the
+    first step of one rank.
+
+Numbers are those of DDP: gradients are divided by the number of ranks, then summed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from apollo_compile.cost_model.collectives import Link, all_reduce_seconds
+from apollo_compile.distributed.agreement import Agreement
+from apollo_compile.distributed.ranks import Ranks, find_ranks
+from apollo_compile.errors import TargetError, UnsupportedGraphError
+from apollo_compile.ir import SegmentGraph
+from apollo_compile.json_form import from_json
+from apollo_compile.observe import StageRunner
+from apollo_compile.session.step.micro_batch import MicroBatchGraphs
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.torch_bridge.data_parallel import (
+    broadcast_buffers,
+    is_syncing,
+    reason_against,
+    reduced_parameters,
+    without_reducer,
+)
+from apollo_compile.units import NS_PER_S
+
+_LEAST_BYTES = 2**20
+"""Size at which a bucket is full, if that is below DDP's `bucket_cap_mb`: a smaller one takes almost as long."""
+
+_MOST_BUCKETS = 16
+"""Of a model: they are segments to plan, and only the last ones cannot be sent beside the backward."""
+
+_PROBE_BYTES = 4 * 2**20
+_NUM_PROBES = 5
+
+Propose = Callable[[], Sequence[torch.Tensor]]
+"""Returns parameters in the order in which their gradients are final."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Averages:
+    """What a program needs to average gradients."""
+
+    buckets: Sequence[Sequence[torch.Tensor]]
+    """Parameters by bucket, in the order of the collectives."""
+    average: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    """Returns the means of gradients."""
+    ranks: int
+    link: Link
+
+    def duration_ns(self, num_bytes: int) -> int:
+        """Return the predicted time of `average` for gradients of so many bytes."""
+        return max(1, round(NS_PER_S * all_reduce_seconds(num_bytes, self.ranks, self.link)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    buckets: tuple[tuple[int, ...], ...]
+
+
+class DataParallel:
+    """The ranks that average the gradients of one step."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._wrapped = model
+        self.model = without_reducer(model)
+        """What the loss function is called with."""
+        self.ranks = find_ranks()
+        self._group: dist.ProcessGroup = model.process_group
+        self._parameters = reduced_parameters(model)
+        self._averages: Averages | None = None
+
+    @property
+    def averages(self) -> Averages:
+        """Buckets and how to average them, which the first step has settled."""
+        assert self._averages is not None
+        return self._averages
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether steps average gradients: False inside of `no_sync`."""
+        return is_syncing(self._wrapped)
+
+    def begin_step(self) -> None:
+        """Copy the buffers of rank 0, as the first forward of a step does."""
+        if self.is_syncing:
+            broadcast_buffers(self._wrapped)
+
+    def average(self, propose: Propose) -> None:
+        """Replace the gradients in `.grad` by their means.
+
+        Arguments:
+            propose: is called in the first step, and may raise `UnsupportedGraphError`.
+
+        Raises:
+            TargetError: a parameter has no gradient; nothing was sent.
+            RankError: buckets cannot be settled.
+        """
+        if not self.is_syncing:
+            return
+        missing = [name for name, each in self._wrapped.named_parameters() if each.requires_grad and each.grad is None]
+        if missing:
+            raise TargetError(
+                f"cannot average gradients over ranks: {', '.join(missing[:3])} got none in this step; expected one "
+                "for every parameter; freeze the others, or wrap the model with find_unused_parameters=True"
+            )
+        if self._averages is None:
+            self._averages = Averages(
+                buckets=[[self._parameters[index] for index in bucket] for bucket in self._settle_buckets(propose)],
+                average=self._average,
+                ranks=self._group.size(),
+                link=self._measure_link(),
+            )
+        for bucket in self._averages.buckets:
+            gradients = [each.grad for each in bucket if each.grad is not None]
+            torch._foreach_copy_(gradients, self._average(gradients))
+
+    def _average(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the means of gradients, which share memory."""
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._group.size())
+        dist.all_reduce(flat, group=self._group)
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+        return [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+
+    def _settle_buckets(self, propose: Propose) -> Sequence[Sequence[int]]:
+        """Return parameters by bucket, by their index, as the first rank to arrive proposes."""
+        parameters, cap = self._parameters, self._wrapped.bucket_bytes_cap
+        least = min(cap, max(_LEAST_BYTES, sum(each.nbytes for each in parameters) // _MOST_BUCKETS))
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        try:
+            order = [index_of[id(parameter)] for parameter in propose() if id(parameter) in index_of]
+        except UnsupportedGraphError:  # the reducer's own guess
+            order = []
+        backwards = list(reversed(range(len(parameters))))
+        if not self.ranks.can_agree:
+            return fill_buckets(backwards, parameters, least)
+        order += [index for index in backwards if index not in set(order)]
+        own = fill_buckets(order, parameters, least)
+        described = [(tuple(each.shape), str(each.dtype)) for each in parameters]
+        text = repr((dist.get_process_group_ranks(self._group), described))
+        topic = self.ranks.enroll(
+            f"gradients {hashlib.sha256(text.encode()).hexdigest()[:16]}", "the buckets of a step"
+        )
+        settled = self.ranks.settle(f"{topic}/buckets", json.dumps(own))
+        try:
+            buckets = from_json(_Buckets, {"buckets": json.loads(settled)}).buckets
+            if sorted(index for bucket in buckets for index in bucket) != sorted(order):
+                raise ValueError(f"expected each of {len(order)} parameters once, got {settled[:100]}")
+        except ValueError as error:
+            raise self.ranks.fail(f"the buckets of gradients that ranks agreed on cannot be used: {error}") from error
+        return buckets
+
+    def _measure_link(self) -> Link:
+        """Measure latency and bandwidth between the ranks; all of them do so in their first step."""
+        ranks = self._group.size()
+        if ranks == 1:
+            return Link(latency=0.0, bandwidth=1e12)
+        small, large = (self._time(torch.zeros(count)) for count in (1, _PROBE_BYTES // 4))
+        rounds = 2 * (ranks - 1)
+        return Link(latency=small / rounds, bandwidth=rounds * _PROBE_BYTES / ranks / max(large - small, 1e-6))
+
+    def _time(self, gradient: torch.Tensor) -> float:
+        """Return the seconds that the mean of a gradient takes, the least of a few."""
+        seconds = []
+        self._average([gradient])  # the ranks arrive
+        for _ in range(_NUM_PROBES):
+            begin = time.perf_counter()
+            self._average([gradient])
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
+
+
+def find_data_parallel(model: nn.Module) -> DataParallel | str | None:
+    """Return what averages the gradients of a model; why the wrapper has to; or None if it has no wrapper.
+
+    A wrapper is DistributedDataParallel or FSDP2's `fully_shard`.
+    """
+    if find_ranks().is_alone:
+        return None
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "hooks of FSDP2 gather parameters and scatter gradients, which only its own forward and backward call"
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    return reason_against(model) or DataParallel(model)
+
+
+def fill_buckets(order: Sequence[int], parameters: Sequence[torch.Tensor], least_bytes: int) -> list[list[int]]:
+    """Return parameters in buckets, each of one dtype, in the order of the first of each.
+
+    Arguments:
+        order: indices of parameters.
+        parameters: all of them.
+        least_bytes: size at which a bucket is full; the last one of a dtype may be smaller.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index in order:
+        parameter = parameters[index]
+        bucket, size = open_buckets.pop(parameter.dtype, ([], 0))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(index)
+        size += parameter.nbytes
+        if size < least_bytes:
+            open_buckets[parameter.dtype] = bucket, size
+    return buckets
+
+
+def order_of_gradients(micro: MicroBatchGraphs) -> list[torch.Tensor]:
+    """Return parameters in the order in which their gradients can be final at the earliest."""
+    compilation = micro.backward.compilation
+    graph = compilation.partition.graph
+    durations = [modes[-1].duration_ns for modes in compilation.costs.modes]
+    ends = _earliest_ends(graph, durations)
+
+    def end(place: int) -> int:
+        buffer = graph.outputs[place]
+        producer = None if buffer is None else graph.buffers[buffer].producer
+        return 0 if producer is None else ends[producer]
+
+    return [micro.parameters[place] for place in sorted(micro.parameters, key=lambda place: (end(place), -place))]
+
+
+def _earliest_ends(graph: SegmentGraph, durations: Sequence[int]) -> Mapping[int, int]:
+    ends: dict[int, int] = {}
+    for segment in graph.segments:
+        start = max((ends[other] for other in graph.predecessors(segment.id)), default=0)
+        ends[segment.id] = start + durations[segment.id]
+    return ends
+
+
+def settle_plan(own: Compilation, ranks: Ranks) -> Compilation:
+    """Return the plan of a step that all ranks run.
+
+    Raises:
+        UnsupportedGraphError: it is too large for the store.
+        RankError: the plan of the others is unknown, or not legal here.
+    """
+    agreement = Agreement(ranks)
+    agreement.enroll(own)
+    settled = agreement.settle(own, StageRunner())
+    if settled is None:
+        raise UnsupportedGraphError("the plan of the step is too large for the store in which ranks agree on it")
+    return settled

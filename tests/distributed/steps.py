@@ -1,0 +1,328 @@
+"""What every rank of the tests of whole steps does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import apollo_compile
+from apollo_compile.session.step.step import Step
+from tests.distributed.work import (
+    LANES,
+    PATIENCE,
+    SIZE,
+    WIDTH,
+    Result,
+    Scenario,
+    Towers,
+    clip_loss,
+    make_clip,
+    read,
+    whole_state,
+)
+
+STEPS = 10
+NORM = 0.05
+"""To which gradients are clipped; those of the models here are larger."""
+SMALL = 0.05
+"""Megabytes of a bucket, for several of them in a small model."""
+
+Batch = dict[str, torch.Tensor]
+
+
+class Chain(nn.Module):
+    """Layers of which each needs the one before, with running statistics in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def features_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean squared distance to targets."""
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def clip_loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the contrastive loss."""
+    return clip_loss(model, batch)
+
+
+def features(rank: int, generator: torch.Generator) -> Batch:
+    """Return a batch of vectors, of another mean on every rank."""
+    return {name: torch.randn(16, WIDTH, generator=generator) + rank for name in ("x", "y")}
+
+
+def pairs(rank: int, generator: torch.Generator) -> Batch:
+    """Return a batch of pictures and texts."""
+    return {
+        "input_ids": torch.randint(3, 60, (8, 8), generator=generator),
+        "pixel_values": torch.randn(8, 3, 8, 8, generator=generator),
+    }
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..., Batch]]] = {
+    "towers": (Towers, features_loss, features),
+    "chain": (Chain, features_loss, features),
+    "clip": (make_clip, clip_loss_of, pairs),
+}
+"""Model, loss function and batch, by name."""
+
+CASES = [
+    ("towers", 1, None),
+    ("towers", 2, NORM),
+    ("chain", 1, NORM),
+    ("chain", 2, None),
+    ("clip", 1, NORM),
+    ("clip", 2, NORM),
+]
+"""Model, number of micro-batches, and norm to which gradients are clipped."""
+
+
+def compare(
+    rank: int, folder: Path, *, name: str, count: int, norm: float | None, wrap: Callable[[nn.Module], nn.Module]
+) -> Result:
+    """Take steps with a wrapped model, and train its copy by the loop under the same wrapper."""
+    make, loss_fn, draw = MODELS[name]
+    torch.manual_seed(0)
+    plain = make()
+    model, other = wrap(copy.deepcopy(plain)), wrap(plain)
+    optimizer, of_other = (make_optimizer(name, each) for each in (model, other))
+    step = compile_step(model, loss_fn, optimizer, microbatches=count, clip_grad_norm=norm)
+    generator = torch.Generator().manual_seed(rank)
+    batches = [draw(rank, generator) for _ in range(STEPS)]
+    with recorded() as sent:
+        losses = [float(step(batch)) for batch in batches]
+    expected = [train_by_loop(other, loss_fn, of_other, batch, count, norm) for batch in batches]
+    return {
+        "losses": losses,
+        "expected losses": expected,
+        "state": whole_state(model),
+        "expected state": whole_state(other),
+        "sent": sent,
+        **outcome(step),
+    }
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW, or SGD for models with parameters that cannot change the loss: AdamW makes steps of noise there."""
+    if name == "towers":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train_by_loop(
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    count: int,
+    norm: float | None,
+) -> float:
+    """Take a step that communicates in the backward of the last micro-batch; return the loss."""
+    optimizer.zero_grad()
+    total = 0.0
+    for number in range(count):
+        part = {name: each.chunk(count)[number] for name, each in batch.items()}
+        is_last = number == count - 1
+        silent = isinstance(model, DistributedDataParallel) and not is_last
+        with model.no_sync() if silent else contextlib.nullcontext():
+            loss = loss_fn(model, part) / count
+            loss.backward()
+        total += float(loss.detach())
+    if norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    optimizer.step()
+    return total
+
+
+def run_other_shapes(rank: int, folder: Path) -> Result:
+    """In the fifth step, rank 1 gets a batch of another shape and runs a loop, while rank 0 runs its program."""
+    torch.manual_seed(0)
+    plain = Towers()
+    model, other = wrap_ddp(copy.deepcopy(plain)), wrap_ddp(plain)
+    optimizer, of_other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    step = compile_step(model, features_loss, optimizer)
+    generator = torch.Generator().manual_seed(rank)
+    batches = [features(rank, generator) for _ in range(6)]
+    if rank == 1:
+        batches[4] = {name: each[:10] for name, each in batches[4].items()}
+    with recorded() as sent:
+        losses = [float(step(batch)) for batch in batches]
+    expected = [train_by_loop(other, features_loss, of_other, batch, 1, None) for batch in batches]
+    return {
+        "losses": losses,
+        "expected losses": expected,
+        "state": whole_state(model),
+        "expected state": whole_state(other),
+        "sent": sent,
+        **outcome(step),
+    }
+
+
+def run_no_sync(rank: int, folder: Path) -> Result:
+    """Without an optimizer: gradients of a step inside of `no_sync` stay local, and the next step averages the sum."""
+    torch.manual_seed(0)
+    model = wrap_ddp(Towers())
+    step = compile_step(model, features_loss, None)
+    generator = torch.Generator().manual_seed(rank)
+    batches = [features(rank, generator) for _ in range(2)]
+    found, expected = [], []
+    for _ in range(3):  # the second round has a program
+        with model.no_sync(), recorded() as sent:
+            step(batches[0])
+        step(batches[1])
+        found.append(take_gradients(model))
+        with model.no_sync():
+            features_loss(model, batches[0]).backward()
+        features_loss(model, batches[1]).backward()
+        expected.append(take_gradients(model))
+    return {"found": found, "expected": expected, "sent inside": sent, **outcome(step)}
+
+
+def run_failure(rank: int, folder: Path) -> Result:
+    """Rank 1 gets a damaged batch in a step that is a program, which raises before the first collective."""
+    group = dist.new_group(timeout=PATIENCE)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Checked(), process_group=group)
+    step = compile_step(model, features_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = features(rank, torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        step(batch)
+    before = whole_state(model)
+    _set_pg_timeout(datetime.timedelta(seconds=2), group)
+    if rank == 1:
+        batch["x"] = batch["x"] * float("nan")
+    error = None
+    begin = time.monotonic()
+    try:
+        step(batch)
+    except Exception as raised:
+        error = {"type": type(raised).__name__, "text": str(raised), "notes": getattr(raised, "__notes__", [])}
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return {"error": error, "waited": seconds, "before": before, "state": whole_state(model), **outcome(step)}
+
+
+class Checked(nn.Module):
+    """A layer behind an operator that fails where its input is damaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(read(x))
+
+
+def run_unused(rank: int, folder: Path) -> Result:
+    """A layer that the loss does not use: an error that names it, as of DDP, and a loop where DDP was told."""
+    found: Result = {}
+    for name, options in (("error", {}), ("verdicts", {"find_unused_parameters": True})):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Unused(), **options)
+        step = compile_step(model, features_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = features(rank, torch.Generator().manual_seed(rank))
+        try:
+            step(batch)
+            step(batch)
+            found[name] = step.verdicts
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return {**found, "state": whole_state(model)}
+
+
+class Unused(nn.Module):
+    """Two layers, of which one is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def wrap_ddp(model: nn.Module) -> nn.Module:
+    """Return the model in DistributedDataParallel, with small buckets."""
+    return DistributedDataParallel(model, bucket_cap_mb=SMALL)
+
+
+def compile_step(model: nn.Module, loss_fn: Callable[..., Any], optimizer: Any, **settings: Any) -> Step:
+    """Return a step with lanes."""
+    return apollo_compile.compile_step(
+        model, loss_fn, optimizer, options={**LANES, "runtime.bodies": "eager"}, **settings
+    )
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[int]]:
+    """Record the sizes of all sums over ranks in the order in which this rank begins them."""
+    sent: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    with patch.object(dist, "all_reduce", record):
+        yield sent
+
+
+def outcome(step: Step) -> Result:
+    """Return what became of a step, as this rank sees it."""
+    compilations = [tuner.program.variants.compilation for tuner in step.tuners]
+    return {
+        "verdicts": step.verdicts,
+        "reasons": step.reasons_for_loops,
+        "plans": [each.plan for each in compilations],
+        "collectives": [
+            [(s.name, each.plan.assignments[s.id].lane) for s in each.partition.graph.segments if s.has_collective]
+            for each in compilations
+        ],
+    }
+
+
+def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients, and leave none."""
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def fsdp(rank: int, folder: Path) -> Result:
+    """A step under FSDP2, which is a loop."""
+    return compare(rank, folder, name="towers", count=2, norm=NORM, wrap=fully_shard)
+
+
+SCENARIOS: dict[int, dict[str, Scenario]] = {
+    SIZE: {
+        **{
+            f"{name} {count} {norm}": partial(compare, name=name, count=count, norm=norm, wrap=wrap_ddp)
+            for name, count, norm in CASES
+        },
+        "other shapes": run_other_shapes,
+        "no sync": run_no_sync,
+        "unused": run_unused,
+        "fsdp": fsdp,
+        "failure": run_failure,
+    }
+}
+"""By the number of ranks that run them; what leaves a process group behind that is of no use is last."""
