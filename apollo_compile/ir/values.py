@@ -125,6 +125,8 @@ class NodeKind(enum.StrEnum):
     """Projection of one output of a node that has several; it always stays in that node's segment."""
     CHEAP = "cheap"
     """A view, a constant factory or index arithmetic: may be cloned into every segment that uses it."""
+    PART = "part"
+    """A view of one of several equal parts of a value: made where the value is made, and once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

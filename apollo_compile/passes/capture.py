@@ -29,6 +29,10 @@ segment that needs it takes the tensor and reads the number itself. A graph that
 back, and so does one with a tensor whose shape depends on the number, because its readers need that size before the
 run.
 
+Note [parts]: a loop over time reads `x[:, 0]`, `x[:, 1]`, and so on. Cloned into the segments that read them, such
+views would be the one thing in which their code differs, and every step of the loop would be compiled by itself. So
+several equal parts of a value are nodes of their own, and segments take the parts.
+
 Guarantees: every value is a strided tensor on one device, or a number; `nodes` is a topological order.
 Raises `UnsupportedGraphError` where segments cannot run the graph; the backend then falls back to Inductor.
 """
@@ -37,7 +41,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +67,9 @@ _CELL = r"\.__closure__\[(\d+)\]\.cell_contents"
 _ROOT = rf"^[LG]\['([^']*)'\](?:{_CELL})*\.?"
 """The beginning of a module's path: a local, global or closure variable."""
 
+_ALIGNMENT = 16
+"""Bytes."""
+
 _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
@@ -76,6 +84,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
     ids: dict[fx.Node, NodeId] = {}
     nodes: list[Node] = []
     order = _OrderKeeper()
+    is_aligned: list[bool] = []
     outputs: tuple[NodeId | None, ...] = ()
     without_formula: set[str] = set()
     for fx_node in graph_module.graph.nodes:
@@ -96,6 +105,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
         work = work_of(fx_node) if kind is NodeKind.COMPUTE else None
         if work is not None and work.kind is WorkKind.UNKNOWN:
             without_formula.add(name_of(fx_node.target))
+        is_aligned.append(device.type == "cpu" or _is_aligned(fx_node))
         nodes.append(
             Node(
                 id=node_id,
@@ -119,7 +129,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
     return Capture(
         name=name,
         role=role,
-        nodes=tuple(nodes),
+        nodes=_with_parts(nodes, {ids[root] for root in order.written}, is_aligned),
         outputs=outputs,
         without_formula=tuple(sorted(without_formula)),
         sizes=tuple(sorted((str(symbol), value) for symbol, value in symbols.hints.items())),
@@ -285,6 +295,11 @@ class _OrderKeeper:
         self._numbers: dict[fx.Node, dict[fx.Node, NodeId | None]] = {}
         """Per node that depends on numbers: the tensors that they are read from, each with its last writer before."""
 
+    @property
+    def written(self) -> Iterable[fx.Node]:
+        """What was written to."""
+        return self._writer
+
     def after(
         self, fx_node: fx.Node, node_id: NodeId, kind: NodeKind, ids: dict[fx.Node, NodeId]
     ) -> tuple[NodeId, ...]:
@@ -394,6 +409,32 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     return NodeKind.COMPUTE
 
 
+_PARTS = ("aten.select.int", "aten.slice.Tensor", "getitem")
+"""Operators that take a part of a tensor, or of a list of views."""
+
+_FEWEST_PARTS = 4
+"""Queries, keys and values are three parts, and stay in the segment that reads them."""
+
+
+def _with_parts(nodes: Sequence[Node], written: Collection[NodeId], is_aligned: Sequence[bool]) -> tuple[Node, ...]:
+    """Return the nodes, with views of equal parts of a value marked: Note [parts].
+
+    Arguments:
+        nodes: of the graph.
+        written: those that something writes to, of which no part is taken.
+        is_aligned: whether a node begins where whole tensors do. Inductor compiles code for such addresses on a GPU.
+    """
+    alike: dict[tuple[object, ...], list[NodeId]] = defaultdict(list)
+    changing = set(written)
+    for node in nodes:
+        if changing & set(node.inputs):
+            changing.add(node.id)
+        elif node.kind is NodeKind.CHEAP and node.target in _PARTS and not node.sizes and is_aligned[node.id]:
+            alike[node.inputs, node.target, node.value].append(node.id)
+    parts = {node for found in alike.values() if len(found) >= _FEWEST_PARTS for node in found}
+    return tuple(replace(node, kind=NodeKind.PART) if node.id in parts else node for node in nodes)
+
+
 def _check_input(fx_node: fx.Node, device: torch.device) -> None:
     value = fx_node.meta.get("val")
     if isinstance(value, torch.SymInt):
@@ -459,6 +500,12 @@ def _describe(fx_node: fx.Node, value: Any) -> str:
         f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
         for tensor in _tensors_of(fx_node)
     )
+
+
+def _is_aligned(fx_node: fx.Node) -> bool:
+    """Return whether tensors begin at a multiple of so many bytes as whole tensors do."""
+    offsets = [tensor.storage_offset() * tensor.itemsize for tensor in _tensors_of(fx_node)]
+    return all(isinstance(offset, int) and offset % _ALIGNMENT == 0 for offset in offsets)
 
 
 def _signature(fx_node: fx.Node, inputs: tuple[NodeId, ...], ids: dict[fx.Node, NodeId]) -> str:

@@ -726,3 +726,52 @@ def test_a_tensor_of_a_dynamic_size_counts_as_reading_what_its_number_was_read_f
     writer = hand.call(torch.ops.aten.copy_.default, scale, doubled)
     made = hand.capture(reader, writer)
     assert after(made, writer) >= {reader.name}
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_four_equal_parts_of_a_value_are_made_where_it_is_made(count: int) -> None:
+    """By name or by split; three are the queries, keys and values of their reader."""
+    hand = Hand()
+    x = hand.input("x", 2, 4, 3)
+    value = hand.call(aten.relu.default, x)
+    split = hand.call(aten.split.Tensor, value, 1, 1)
+    taken = [
+        *(hand.call(aten.select.int, value, 1, place) for place in range(count)),
+        *(hand.call(aten.slice.Tensor, x, 1, place, place + 1) for place in range(count)),
+        *(hand.call(operator.getitem, split, place) for place in range(count)),
+    ]
+    made = hand.capture(*(hand.call(aten.exp.default, each) for each in taken))
+    expected = NodeKind.PART if count == 4 else NodeKind.CHEAP
+    assert {by_name(made, each).kind for each in taken} == {expected}
+    bodies = {segment.body for segment in partition_graph(made).graph.segments if "exp" in segment.name}
+    assert len(bodies) <= (2 if count == 4 else 9)
+
+
+def test_parts_of_what_is_written_to_are_taken_where_they_are_read() -> None:
+    """Of an input that the graph writes to at its end, and of a view of it."""
+    hand = Hand()
+    x = hand.input("x", 4, 3)
+    turned = hand.call(aten.permute.default, x, [1, 0])
+    taken = [
+        *(hand.call(aten.select.int, x, 0, place) for place in range(4)),
+        *(hand.call(aten.slice.Tensor, turned, 1, place, place + 1) for place in range(4)),
+    ]
+    results = [hand.call(aten.exp.default, each) for each in taken]
+    written = hand.call(aten.copy_.default, x, hand.call(aten.exp.default, x))
+    made = hand.capture(*results, written)
+    assert {by_name(made, each).kind for each in taken} == {NodeKind.CHEAP}
+
+
+def test_parts_between_aligned_addresses_are_taken_where_they_are_read() -> None:
+    """But on a CPU: code that Inductor compiles for one would read the others at wrong addresses."""
+    hand = Hand()
+    x = hand.input("x", 2, 4)
+    taken = [hand.call(aten.select.int, x, 1, place) for place in range(4)]
+    graph_module = hand.module([hand.call(aten.exp.default, each) for each in taken])
+    for node in graph_module.graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            node.meta["val"] = torch.empty(value.shape, device="meta").as_strided(
+                value.shape, value.stride(), value.storage_offset()
+            )
+    made = capture_graph(graph_module, name="test", role=Role.INFERENCE, device=torch.device("meta"))
+    assert {by_name(made, each.name).kind for each in taken} == {NodeKind.CHEAP}

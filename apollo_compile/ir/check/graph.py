@@ -17,7 +17,7 @@ from apollo_compile.ir.values import (
     SegmentId,
 )
 
-_PLACED = (NodeKind.COMPUTE, NodeKind.PROJECTION)
+_PLACED = (NodeKind.COMPUTE, NodeKind.PROJECTION, NodeKind.PART)
 """Kinds of nodes that belong to exactly one segment."""
 
 

@@ -33,22 +33,30 @@ class Clusters:
 
 
 def find_clusters(capture: Capture) -> Clusters:
-    """Group projections with their producers, and cheap graph outputs with the node that they are a view of."""
+    """Group projections with their producers, and parts and cheap graph outputs with the node that they are a view of.
+
+    Parts of inputs are a cluster.
+    """
     nodes = capture.nodes
     returned = {node for node in capture.outputs if node is not None and nodes[node].kind is NodeKind.CHEAP}
     members: list[list[NodeId]] = []
     cluster_by_node: dict[NodeId, int] = {}
     sources: list[set[int]] = []
     predecessors: list[set[int]] = []
+    parts_of_inputs: int | None = None
     for node in nodes:
         producers: set[int] = set().union(*(sources[value] for value in node.inputs)) if node.inputs else set()
         host = None
         if node.kind is NodeKind.PROJECTION:
             host = cluster_by_node[node.inputs[0]]
-        elif node.id in returned and len(producers) == 1:
+        elif (node.id in returned or node.kind is NodeKind.PART) and len(producers) == 1:
             (host,) = producers
-        if node.kind is NodeKind.COMPUTE or (node.id in returned and host is None):
+        elif node.kind is NodeKind.PART:
+            host = parts_of_inputs
+        if host is None and (node.id in returned or node.kind in (NodeKind.COMPUTE, NodeKind.PART)):
             host = len(members)
+            if node.kind is NodeKind.PART:
+                parts_of_inputs = host
             members.append([])
             predecessors.append(set())
         if host is None:
