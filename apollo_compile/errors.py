@@ -69,7 +69,7 @@ class PipelinePlanError(ApolloError, ValueError):
 
 
 class ClusterError(ApolloError, ValueError):
-    """A cluster, its jobs, or a plan for them cannot be read or run; the message names the file and line, or the job."""
+    """A cluster, its jobs, or a plan for them cannot be read or run; the message names file and line, or the job."""
 
 
 class MemoryQuotaError(ApolloError):

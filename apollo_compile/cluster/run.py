@@ -2,11 +2,11 @@
 
     run_plan(plan, logs="logs") -> [Outcome]
 
-Jobs start in the order of the plan: a job gets its placement group, all devices at once or none, before the next one
-asks for its own. Without an address, Ray runs on this machine and pretends to have the devices of the plan's cluster.
-On a real cluster, nodes offer a resource named like the kind, `ray start --resources='{"h100": 8}'`, and share the
-folder that the run was started in. A job has one torchrun on each node of its gang; if one dies, the others are ended,
-the job is reported, and its devices are free.
+Jobs start in the order of the plan, without waiting for their arrivals: a job gets its placement group, all devices at
+once or none, before the next one asks for its own. Without an address, Ray runs on this machine and pretends to have
+the devices of the plan's cluster. On a real cluster, nodes offer a resource named like the kind, `ray start
+--resources='{"h100": 8}'`, and share the folder that the run was started in. A job has one torchrun on each node of its
+gang; if one dies, the others are ended, the job is reported, and its devices are free.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _ray(cluster: Cluster, address: str | None) -> Iterator[Any]:
         gpus = sum(nodes.count * nodes.devices for nodes in cluster.nodes if nodes.gpu)
         resources = {nodes.kind: float(nodes.count * nodes.devices) for nodes in cluster.nodes}
         ray.init(
-            num_cpus=cluster.num_devices,
+            num_cpus=1,  # Ray starts a process for each, and gangs use none
             num_gpus=gpus,
             resources=resources,
             include_dashboard=False,
