@@ -273,7 +273,6 @@ def predict_s(size: str, sample_s: float, kind: str, devices: int, batch: int) -
     """Return the time of the best Cell."""
     device = Device(
         name=kind,
-        source="measured",
         error=0.0,
         memory_bytes=None,
         per_node=CAPACITY[kind],

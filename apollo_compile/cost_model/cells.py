@@ -83,10 +83,8 @@ class Device:
     """A kind of device, and how its devices are connected."""
 
     name: str
-    source: str
-    """Of its times: `measured`, `scaled`, `default` or `datasheet`, as in a device profile."""
     error: float
-    """Relative error of times from this source."""
+    """Relative error of its times."""
     memory_bytes: int | None
     """None is no limit."""
     per_node: int

@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS,BYTES",
         help="measured latency and bytes per second between two devices; default: those of data sheets",
     )
+    estimate.add_argument("--save", type=Path, metavar="FILE", help="write the estimate as JSON, for 'apollo cluster'")
 
     bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor and its best mode, apollo")
     _add_target(bench)
@@ -383,7 +384,10 @@ def _estimate(args: argparse.Namespace) -> int:
             options=dict(args.option),
             progress=progress.tell,
         )
-    print(json.dumps(to_json(found), indent=1) if args.json else format_estimate(found))
+    text = json.dumps(to_json(found), indent=1)
+    if args.save is not None:
+        args.save.write_text(text, encoding="utf-8")
+    print(text if args.json else format_estimate(found))
     return 0
 
 

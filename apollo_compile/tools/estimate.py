@@ -95,10 +95,10 @@ def estimate(
         profile, sheet = _find_device(name, config)
         device = _describe(name, profile, sheet, link)
         sources[name] = f"{profile.name}, {profile.source}; {sheet.text if link is None else 'link as given'}"
+        times_of = functools.cache(functools.partial(model.times, profile))
         for count in sorted(set(counts)):
-            crowded = profile.kind == "cpu" and 1 < count <= device.per_node
-            times_of = functools.cache(functools.partial(model.times, profile, crowded))
-            cells += cells_of(times_of, device, count, batch)
+            is_crowded = profile.kind == "cpu" and 1 < count <= device.per_node
+            cells += cells_of(functools.partial(times_of, is_crowded), device, count, batch)
     return Estimate(name=target.name, batch=batch, cells=tuple(cells), sources=sources)
 
 
@@ -117,7 +117,6 @@ def _find_device(name: str, config: Config) -> tuple[DeviceProfile, _Sheet]:
 def _describe(name: str, profile: DeviceProfile, sheet: _Sheet, link: Link | None) -> Device:
     return Device(
         name=name,
-        source=profile.source,
         error=ERRORS[profile.source],
         memory_bytes=sheet.memory_bytes,
         per_node=sheet.per_node,

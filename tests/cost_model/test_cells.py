@@ -26,7 +26,6 @@ LAYER = Layer(
 FAST = Link(1e-6, 1e12)
 GPU = Device(
     name="gpu",
-    source="datasheet",
     error=0.5,
     memory_bytes=None,
     per_node=4,
