@@ -278,6 +278,7 @@ def predict_s(size: str, sample_s: float, kind: str, devices: int, batch: int) -
         per_node=CAPACITY[kind],
         link=LINKS[kind],
         node_link=_NETWORK,
+        link_error=0.0,
         hides_gradients=True,
         update_bytes_per_s=MEMORY_BYTES_PER_S[kind],
     )

@@ -259,6 +259,8 @@ def read_trace(path: Path) -> tuple[Job, ...]:
         if job.name in jobs:
             refuse("a name of its own for every job", f"{job.name!r} again")
         jobs[job.name] = job
+    if not jobs:
+        _refuse_row(path, 1, "at least one job", "none")
     return tuple(jobs.values())
 
 

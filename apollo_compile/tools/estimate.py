@@ -37,6 +37,9 @@ Progress = Callable[[str], None]
 ERRORS: Mapping[str, float] = {"measured": 0.15, "scaled": 0.25, "default": 0.4, "datasheet": 0.5}
 """Assumed relative error of times by source of the profile; docs/planning.md has measured ones of segments."""
 
+LINK_ERROR, GIVEN_LINK_ERROR = 0.5, 0.25
+"""Assumed relative error of communication: over links of data sheets, and over a link that the user measured."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sheet:
@@ -122,6 +125,7 @@ def _describe(name: str, profile: DeviceProfile, sheet: _Sheet, link: Link | Non
         per_node=sheet.per_node,
         link=link or sheet.link,
         node_link=link or sheet.node_link,
+        link_error=LINK_ERROR if link is None else GIVEN_LINK_ERROR,
         hides_gradients=profile.kind != "cpu",
         update_bytes_per_s=profile.far_rate(2**30, profile.units),
     )

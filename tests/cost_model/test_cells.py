@@ -31,6 +31,7 @@ GPU = Device(
     per_node=4,
     link=FAST,
     node_link=FAST,
+    link_error=0.5,
     hides_gradients=True,
     update_bytes_per_s=1e12,
 )
