@@ -273,12 +273,12 @@ def predict_s(size: str, sample_s: float, kind: str, devices: int, batch: int) -
     """Return the time of the best Cell."""
     device = Device(
         name=kind,
-        source="measured",
         error=0.0,
         memory_bytes=None,
         per_node=CAPACITY[kind],
         link=LINKS[kind],
         node_link=_NETWORK,
+        link_error=0.0,
         hides_gradients=True,
         update_bytes_per_s=MEMORY_BYTES_PER_S[kind],
     )

@@ -13,6 +13,7 @@ COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --jso
 """Arguments of `python -m benchmarks.`; tests/benchmarks/test_demo.py runs the demo."""
 
 LONG = (
+    "estimates --workloads chain --size tiny --json {folder}/written",
     "graphs --only vit_control --folder {folder}",
     "operators --only two_tower --json {folder}/written",
     "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",

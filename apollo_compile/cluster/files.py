@@ -5,7 +5,7 @@
     read_plan(path), format_plan_file(plan) JSON
 
 A gang is written as `h100:2=0.23`: two devices of kind h100, 0.23 s per step. In a TOML file of jobs, `estimate` names
-a file that `apollo estimate --json` wrote; the Cells in it that fit are the gangs.
+a file that `apollo estimate --save` wrote; the Cells in it that fit are the gangs.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _read_estimate(path: Path, refuse: Refuse) -> Estimate:
     try:
         estimate = from_json(Estimate, parse(_read(path)))
     except ValueError as error:
-        refuse("a file that 'apollo estimate --json' wrote", f"{path}: {error}")
+        refuse("a file that 'apollo estimate --save' wrote", f"{path}: {error}")
     if not gangs_of(estimate):
         refuse("an estimate with a Cell that fits its devices", str(path))
     return estimate
@@ -259,6 +259,8 @@ def read_trace(path: Path) -> tuple[Job, ...]:
         if job.name in jobs:
             refuse("a name of its own for every job", f"{job.name!r} again")
         jobs[job.name] = job
+    if not jobs:
+        _refuse_row(path, 1, "at least one job", "none")
     return tuple(jobs.values())
 
 

@@ -9,7 +9,6 @@ log-normal with a long tail, as traces of clusters show them, and most jobs ask 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 from apollo_compile.cluster.values import Cluster, Gang, Job
@@ -37,7 +36,7 @@ def _job(cluster: Cluster, index: int, rng: random.Random) -> Job:
     gangs: list[Gang] = []
     for place, nodes in enumerate(cluster.nodes):
         slower = 1.0 if place == 0 else rng.uniform(1.2, 4.0)
-        for devices in _sizes(nodes.count * nodes.devices):
+        for devices in (size for size in SIZES if size <= nodes.count * nodes.devices):
             seconds = step_s * slower / devices**scaling
             gangs.append(Gang(kind=nodes.kind, devices=devices, step_s=round(seconds, 6)))
     duration_s = rng.lognormvariate(7.5, 1.3)
@@ -51,7 +50,3 @@ def _job(cluster: Cluster, index: int, rng: random.Random) -> Job:
         devices=devices,
         samples=float(rng.choice((32, 64, 128, 256))),
     )
-
-
-def _sizes(limit: int) -> Sequence[int]:
-    return [size for size in SIZES if size <= limit]

@@ -169,8 +169,7 @@ class Apollo:
             key = (-work if self._longest_first else cost[rows, best]) * self._bias[waiting]
             row = int(np.where(is_free, key, np.inf).argmin())
             job, gang = int(waiting[row]), self._gangs[waiting[row]][best[row]]
-            if room.take(gang) is None:
-                raise ClusterError(f"no room for {gang}")  # `_waits` asked
+            room.take(gang)
             starts.append((job, gang))
             ends.append((state.now_s + seconds[row, best[row]], gang))
             waiting, seconds = np.delete(waiting, row), np.delete(seconds, row, axis=0)

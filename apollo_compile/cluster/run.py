@@ -2,11 +2,11 @@
 
     run_plan(plan, logs="logs") -> [Outcome]
 
-Jobs start in the order of the plan: a job gets its placement group, all devices at once or none, before the next one
-asks for its own. Without an address, Ray runs on this machine and pretends to have the devices of the plan's cluster.
-On a real cluster, nodes offer a resource named like the kind, `ray start --resources='{"h100": 8}'`, and share the
-folder that the run was started in. A job has one torchrun on each node of its gang; if one dies, the others are ended,
-the job is reported, and its devices are free.
+Jobs start in the order of the plan, without waiting for their arrivals: a job gets its placement group, all devices at
+once or none, before the next one asks for its own. Without an address, Ray runs on this machine and pretends to have
+the devices of the plan's cluster. On a real cluster, nodes offer a resource named like the kind, `ray start
+--resources='{"h100": 8}'`, and share the folder that the run was started in. A job has one torchrun on each node of its
+gang; if one dies, the others are ended, the job is reported, and its devices are free.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _ray(cluster: Cluster, address: str | None) -> Iterator[Any]:
         gpus = sum(nodes.count * nodes.devices for nodes in cluster.nodes if nodes.gpu)
         resources = {nodes.kind: float(nodes.count * nodes.devices) for nodes in cluster.nodes}
         ray.init(
-            num_cpus=cluster.num_devices,
+            num_cpus=1,  # Ray starts a process for each, and gangs use none
             num_gpus=gpus,
             resources=resources,
             include_dashboard=False,
@@ -138,18 +138,17 @@ class _Run:
             self._poll()
         agents = [self._agent(group, index, bundle) for index, bundle in enumerate(bundles)]
         job = self._jobs[placement.job]
-        endpoint = self._ray.get(agents[0].find_endpoint.remote())
-        calls = [
-            agent.run.remote(
-                torchrun_arguments(job, placement, rank, endpoint),
-                str(Path.cwd()),
-                f"{self._logs}/{job.name}-{rank}.log",
-            )
-            for rank, agent in enumerate(agents)
-        ]
-        gang = _Gang(job, group, agents, calls, self._now())
+        gang = _Gang(job, group, agents, [], self._now())
         self._running.append(gang)
         self._tell(f"{gang.start_s:.1f} s: {job.name} starts on {placement.gang.devices} of {placement.gang.kind}")
+        endpoint, problem = self._result_of(agents[0].find_endpoint.remote())
+        if problem:
+            self._end(gang, problem)
+            return
+        for rank, agent in enumerate(agents):
+            arguments = torchrun_arguments(job, placement, rank, endpoint)
+            log = f"{self._logs}/{job.name}-{rank}.log"
+            gang.calls.append(agent.run.remote(arguments, str(Path.cwd()), log))
 
     def _agent(self, group: Any, index: int, bundle: dict[str, float]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -187,22 +186,23 @@ class _Run:
         ended, _ = self._ray.wait(calls, num_returns=1, timeout=_POLL_S)
         for gang in [gang for gang in self._running if any(call in ended for call in gang.calls)]:
             done = [call for call in gang.calls if call in ended]
-            problem = "".join(self._problem_of(call) for call in done)
+            problem = "; ".join(filter(None, (part for call in done for part in self._result_of(call))))
             gang.calls = [call for call in gang.calls if call not in done]
             if problem or not gang.calls:
                 self._end(gang, problem)
 
-    def _problem_of(self, call: Any) -> str:
+    def _result_of(self, call: Any) -> tuple[str, str]:
+        """Return the result of a call, or what is wrong if its node is gone."""
         try:
-            return str(self._ray.get(call))
-        except self._ray.exceptions.RayError as error:  # its node is gone
-            return f"its process was lost: {type(error).__name__}"
+            return self._ray.get(call), ""
+        except self._ray.exceptions.RayError as error:
+            return "", f"its process was lost: {type(error).__name__}"
 
     def _end(self, gang: _Gang, problem: str) -> None:
         self._running.remove(gang)
         for agent in gang.agents:
             with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.get(agent.stop.remote())
+                self._ray.get(agent.stop.remote(), timeout=2 * _GRACE_S)
             self._ray.kill(agent)
         self._ray.util.remove_placement_group(gang.group)
         outcome = Outcome(job=gang.job.name, start_s=gang.start_s, end_s=self._now(), problem=problem)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from apollo_compile.cluster.room import Nodes, Room
@@ -56,7 +56,7 @@ class State:
     running: dict[int, Running]
     room: Room
     """Free devices; a policy may use a copy only."""
-    service: list[float] = field(default_factory=list)
+    service: list[float]
     """By job, device-seconds that it got in earlier intervals."""
 
 

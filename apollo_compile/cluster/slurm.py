@@ -63,8 +63,9 @@ def _script(job: Job, placement: Placement, nodes: Nodes, place: int) -> str:
             f"#SBATCH --time={minutes}",
             f"#SBATCH --nice={10 * place}",
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "port=$((20000 + SLURM_JOB_ID % 20000))  # jobs may share a node",
             f"srun --kill-on-bad-exit=1 torchrun --nnodes={len(placement.nodes)} --nproc-per-node={devices} "
-            '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:29500" '
+            '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" '
             f"{command}",
             "",
         )

@@ -37,9 +37,6 @@ BUCKET_BYTES = 25 * 2**20
 MICROBATCHES_PER_STAGE = (1, 2, 4)
 """Numbers of micro-batches per stage that are tried."""
 
-LINK_ERROR = 0.5
-"""Relative error of communication on links that nobody has measured."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
@@ -83,10 +80,8 @@ class Device:
     """A kind of device, and how its devices are connected."""
 
     name: str
-    source: str
-    """Of its times: `measured`, `scaled`, `default` or `datasheet`, as in a device profile."""
     error: float
-    """Relative error of times from this source."""
+    """Relative error of its times."""
     memory_bytes: int | None
     """None is no limit."""
     per_node: int
@@ -94,6 +89,8 @@ class Device:
     """Between devices of a node."""
     node_link: Link
     """Between nodes, per device."""
+    link_error: float
+    """Relative error of communication."""
     hides_gradients: bool
     """Whether gradients are reduced while the backward goes on; cores of a CPU have only one of both to do."""
     update_bytes_per_s: float
@@ -192,7 +189,7 @@ def _estimate(times: ModelTimes, device: Device, data: int, tensor: int, stages:
     }
     step_s = sum(spent.values())
     talk_s = spent["tensor parallel sums"] + spent["transfers"] + spent["gradient sums"]
-    error_s = device.error * (step_s - talk_s) + LINK_ERROR * talk_s
+    error_s = device.error * (step_s - talk_s) + device.link_error * talk_s
     live = [min(microbatches, stages - place) for place in range(stages)]
     memory = max(
         COPIES * weight + sum(layer.frozen_bytes + layer.saved_bytes * count for layer in part) / tensor

@@ -36,6 +36,7 @@ from apollo_compile.config import load_config
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ApolloError, CallError, ConfigError
 from apollo_compile.json_form import to_json
+from apollo_compile.tools.argument_types import positive
 from apollo_compile.tools.cluster import ACTIONS
 from apollo_compile.tools.target_name import split_target
 from apollo_compile.units import format_ns, seconds_to_ns
@@ -110,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_build_options(report)
     _add_renderings(report)
     _add_comparisons(report)
-    report.add_argument("--steps", type=_positive, help="training steps; default: until autotuning has ended")
+    report.add_argument("--steps", type=positive, help="training steps; default: until autotuning has ended")
     report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
 
     estimate = _command(commands, "estimate", _estimate, "estimate a training step on other devices, and on several")
@@ -130,11 +131,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS,BYTES",
         help="measured latency and bytes per second between two devices; default: those of data sheets",
     )
+    estimate.add_argument("--save", type=Path, metavar="FILE", help="write the estimate as JSON, for 'apollo cluster'")
 
     bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor and its best mode, apollo")
     _add_target(bench)
-    bench.add_argument("--rounds", type=_positive, default=10, help="turns of every variant; default: 10")
-    bench.add_argument("--steps-per-turn", type=_positive, default=3, help="timed steps of a turn; default: 3")
+    bench.add_argument("--rounds", type=positive, default=10, help="turns of every variant; default: 10")
+    bench.add_argument("--steps-per-turn", type=positive, default=3, help="timed steps of a turn; default: 3")
     bench.add_argument(
         "--variants",
         help="comma-separated: eager, inductor, inductor-max-autotune, apollo-serial, apollo, which are the default, "
@@ -155,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         commands, "calibrate", _calibrate, "measure the cores of this machine and save its device profile"
     )
     calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
-    calibrate.add_argument("--rounds", type=_positive, help="rounds over everything; default: 100")
+    calibrate.add_argument("--rounds", type=positive, help="rounds over everything; default: 100")
     calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
 
     doctor = _command(commands, "doctor", _doctor, "check this machine, and advise how to fix problems")
@@ -269,12 +271,6 @@ def _comparisons(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _devices(text: str) -> tuple[str, tuple[int, ...]]:
     name, _, counts = text.rpartition(":")
     if not name:
@@ -291,7 +287,7 @@ def _link(text: str) -> Link:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
+    return tuple(positive(part) for part in text.split(","))
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
@@ -406,7 +402,10 @@ def _estimate(args: argparse.Namespace) -> int:
             options=dict(args.option),
             progress=progress.tell,
         )
-    print(json.dumps(to_json(found), indent=1) if args.json else format_estimate(found))
+    text = json.dumps(to_json(found), indent=1)
+    if args.save is not None:
+        args.save.write_text(text, encoding="utf-8")
+    print(text if args.json else format_estimate(found))
     return 0
 
 

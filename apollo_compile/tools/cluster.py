@@ -21,6 +21,7 @@ from apollo_compile.cluster.files import (
     read_plan,
 )
 from apollo_compile.cluster.values import ClusterPlan, Schedule
+from apollo_compile.tools.argument_types import above_zero, positive
 
 Tell = Callable[[str], None]
 
@@ -56,8 +57,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="TRACE", help="file to write, as CSV")
     _add_cluster(parser)
-    parser.add_argument("--jobs", type=int, default=200, help="number of jobs; default: 200")
-    parser.add_argument("--load", type=float, default=1.0, help="what jobs ask for over what there is; default: 1")
+    parser.add_argument("--jobs", type=positive, default=200, help="number of jobs; default: 200")
+    parser.add_argument("--load", type=above_zero, default=1.0, help="what jobs ask for over what there is; default: 1")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers; default: 0")
 
 

@@ -37,6 +37,9 @@ Progress = Callable[[str], None]
 ERRORS: Mapping[str, float] = {"measured": 0.15, "scaled": 0.25, "default": 0.4, "datasheet": 0.5}
 """Assumed relative error of times by source of the profile; docs/planning.md has measured ones of segments."""
 
+LINK_ERROR, GIVEN_LINK_ERROR = 0.5, 0.25
+"""Assumed relative error of communication: over links of data sheets, and over a link that the user measured."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sheet:
@@ -95,10 +98,10 @@ def estimate(
         profile, sheet = _find_device(name, config)
         device = _describe(name, profile, sheet, link)
         sources[name] = f"{profile.name}, {profile.source}; {sheet.text if link is None else 'link as given'}"
+        times_of = functools.cache(functools.partial(model.times, profile))
         for count in sorted(set(counts)):
-            crowded = profile.kind == "cpu" and 1 < count <= device.per_node
-            times_of = functools.cache(functools.partial(model.times, profile, crowded))
-            cells += cells_of(times_of, device, count, batch)
+            is_crowded = profile.kind == "cpu" and 1 < count <= device.per_node
+            cells += cells_of(functools.partial(times_of, is_crowded), device, count, batch)
     return Estimate(name=target.name, batch=batch, cells=tuple(cells), sources=sources)
 
 
@@ -117,12 +120,12 @@ def _find_device(name: str, config: Config) -> tuple[DeviceProfile, _Sheet]:
 def _describe(name: str, profile: DeviceProfile, sheet: _Sheet, link: Link | None) -> Device:
     return Device(
         name=name,
-        source=profile.source,
         error=ERRORS[profile.source],
         memory_bytes=sheet.memory_bytes,
         per_node=sheet.per_node,
         link=link or sheet.link,
         node_link=link or sheet.node_link,
+        link_error=LINK_ERROR if link is None else GIVEN_LINK_ERROR,
         hides_gradients=profile.kind != "cpu",
         update_bytes_per_s=profile.far_rate(2**30, profile.units),
     )

@@ -192,6 +192,7 @@ def test_an_estimate_that_is_none_is_an_error_of_the_job(tmp_path: Path, content
         (wrong(TRACE, ",cpu1:2=1", ","), "3: expected at least one gang, got ''"),
         (wrong(TRACE, "act,60.5,", "act,"), "3: expected 6 columns, got 5"),
         ("", "1: expected the columns name,.*, got nothing"),
+        (TRACE.splitlines()[0], "1: expected at least one job, got none"),
     ],
 )
 def test_nonsense_in_a_trace_is_an_error_with_its_line(tmp_path: Path, text: str, message: str) -> None:

@@ -40,13 +40,19 @@ def job(name: str, devices: int, steps: str) -> Job:
     return Job(name=name, steps=1, gangs=(gang,), command=("train.py", steps))
 
 
-def save(path: Path, *jobs: Job, devices: int = 2) -> None:
-    """Write a plan with these jobs one after the other."""
+def save(path: Path, *jobs: Job, num_nodes: int = 1) -> None:
+    """Write a plan with these jobs one after the other, on two devices in one node or on two."""
     placements = tuple(
-        Placement(job=each.name, gang=each.gangs[0], nodes=((0, each.gangs[0].devices),), start_s=at, end_s=at + 1.0)
+        Placement(
+            job=each.name,
+            gang=each.gangs[0],
+            nodes=tuple((node, each.gangs[0].devices // num_nodes) for node in range(num_nodes)),
+            start_s=float(at),
+            end_s=at + 1.0,
+        )
         for at, each in enumerate(jobs)
     )
-    cluster = Cluster(nodes=(Nodes(kind="cpu1", count=1, devices=devices),))
+    cluster = Cluster(nodes=(Nodes(kind="cpu1", count=num_nodes, devices=2 // num_nodes),))
     plan = ClusterPlan(
         objective="mean",
         cluster=cluster,
@@ -61,12 +67,12 @@ def save(path: Path, *jobs: Job, devices: int = 2) -> None:
     path.write_text(format_plan_file(plan))
 
 
-def run(folder: Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the plan in a folder by the command."""
     root = str(Path(apollo_compile.__file__).parents[1])
     code = f"import sys; sys.path.insert(0, {root!r}); from apollo_compile.tools.cli import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", code, "cluster", "run", "plan.json", "--json"],
+        [sys.executable, "-c", code, "cluster", "run", "plan.json", "--json", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -91,6 +97,34 @@ def test_jobs_run_as_gangs_in_the_order_of_the_plan_and_a_failure_frees_its_devi
     assert ended["narrow"]["start_s"] >= ended["wide"]["end_s"]
     assert {"rank 0 of 2", "rank 1 of 2"} <= set((tmp_path / "logs" / "wide-0.log").read_text().splitlines())
     assert "rank 0 of 1" in (tmp_path / "logs" / "narrow-0.log").read_text()
+
+
+NODES = """
+import sys, time
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+for _ in range(2):
+    cluster.add_node(num_cpus=1, resources={"cpu1": 1})
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_gang_spans_the_nodes_of_a_ray_cluster(tmp_path: Path) -> None:
+    """Two nodes, which Ray pretends to have on this machine, with a device each: two torchruns are one job."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    save(tmp_path / "plan.json", job("wide", 2, "2"), num_nodes=2)
+    command = [sys.executable, "-c", NODES]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
+        assert nodes.stdin is not None and nodes.stdout is not None
+        done = run(tmp_path, "--address", nodes.stdout.readline().strip())
+        nodes.stdin.close()
+    assert done.returncode == 0, done.stderr
+    logs = [(tmp_path / "logs" / f"wide-{rank}.log").read_text() for rank in range(2)]
+    assert [f"rank {rank} of 2" in log for rank, log in enumerate(logs)] == [True, True]
 
 
 @pytest.mark.slow

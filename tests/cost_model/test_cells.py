@@ -26,12 +26,12 @@ LAYER = Layer(
 FAST = Link(1e-6, 1e12)
 GPU = Device(
     name="gpu",
-    source="datasheet",
     error=0.5,
     memory_bytes=None,
     per_node=4,
     link=FAST,
     node_link=FAST,
+    link_error=0.5,
     hides_gradients=True,
     update_bytes_per_s=1e12,
 )

@@ -74,7 +74,7 @@ def _pages() -> list[Any]:
 
     The recipes of stacks.md are compared with eager's in `test_stacks.py`.
     """
-    is_long = {"commands", "distributed", "loader", "pipelines", "robustness"}
+    is_long = {"cluster", "commands", "distributed", "loader", "pipelines", "robustness"}
     return [
         pytest.param(page, id=page.stem, marks=pytest.mark.soak if page.stem in is_long else ())
         for page in PAGES
@@ -227,6 +227,7 @@ def test_the_landing_page_fits_on_few_screens() -> None:
 
 
 NEVER_WHOLE = {
+    "benchmarks.arena": "needs an artifact of others; tests/benchmarks/test_arena.py",
     "benchmarks.gpu_suite": "needs a GPU; tests/benchmarks/gpu_suite/test_main.py",
     "benchmarks.optimus": "takes a minute; tests/benchmarks/test_optimus.py",
     "benchmarks.sweep": "takes an hour; tests/benchmarks/test_sweep.py",

@@ -68,3 +68,16 @@ def test_an_unknown_policy_is_an_error(trace: Path, capsys: pytest.CaptureFixtur
     """In a line."""
     assert main(["cluster", "simulate", "trace.csv", "--cluster", "cluster.toml", "--policy", "fair"]) == 1
     assert capsys.readouterr().err == "apollo cluster: unknown policy 'fair'; known: fcfs, gavel, apollo\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [(["--jobs", "0"], "a number of at least 1, got '0'"), (["--load", "nan"], "a number above 0, got 'nan'")],
+)
+def test_numbers_that_make_no_trace_are_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str], option: list[str], message: str
+) -> None:
+    """By the parser of the arguments."""
+    with pytest.raises(SystemExit):
+        main(["cluster", "generate", "t.csv", "--cluster", "cluster.toml", *option])
+    assert f"expected {message}" in capsys.readouterr().err

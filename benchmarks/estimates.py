@@ -1,0 +1,103 @@
+"""Estimated training steps beside measured ones, on one process with all cores and on two with half of them each.
+
+    python -m benchmarks.estimates --workloads clip,act,chain --size small --batch 8
+
+Each case runs in processes of its own under torchrun: forward, backward and AdamW, compiled by apollo. Two processes
+use DistributedDataParallel over gloo, and half of the batch each. The number is the median over steps of the slower
+process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+import apollo_compile  # noqa: F401  # the backend
+from apollo_compile.session.private_copy import with_batch
+from apollo_compile.tools.estimate import estimate
+from apollo_compile.tools.targets import ModelCall
+from benchmarks.workloads import build
+
+WARMUP, STEPS = 12, 30
+
+
+def measure(name: str, size: str, batch: int, processes: int, cores: int) -> float:
+    """Return the seconds of a step in processes of their own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "benchmarks.estimates", "--child", name, size, str(batch), str(cores)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} with {processes} processes failed: {done.stderr[-2000:]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def run_child(name: str, size: str, batch: int, cores: int) -> None:
+    """Train, and print the seconds of a step."""
+    torch.set_num_threads(cores)
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    workload = build(name, size, batch=batch)
+    _, inputs = with_batch(((), workload.inputs), batch // ranks)
+    model = torch.compile(workload.model, backend="apollo")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = torch.optim.AdamW(workload.model.parameters(), fused=True)
+    times = []
+    for _ in range(WARMUP + STEPS):
+        begin = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        workload.loss(wrapped(**inputs)).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+    slower = torch.tensor(statistics.median(times[WARMUP:]))
+    dist.all_reduce(slower, op=dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        print(json.dumps(slower.item()), flush=True)
+    dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", default="clip,act,chain", help="comma-separated; default: clip,act,chain")
+    parser.add_argument("--size", default="small", help="tiny, small or base; default: small")
+    parser.add_argument("--batch", type=int, default=8, help="samples of a step; default: 8")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.child:
+        name, size, batch, cores = args.child
+        run_child(name, size, int(batch), int(cores))
+        return 0
+    cores = torch.get_num_threads()
+    rows = []
+    for name in args.workloads.split(","):
+        workload = build(name, args.size, batch=args.batch)
+        target = ModelCall(name=name, model=workload.model, args=(), kwargs=workload.inputs, loss=workload.loss)
+        found = estimate(target, [(f"cpu{cores}", (1,)), (f"cpu{cores // 2}", (2,))])
+        for processes, cell in zip((1, 2), (cell for cell in found.cells if cell.stages == 1), strict=True):
+            measured_s = measure(name, args.size, args.batch, processes, cores // processes)
+            error = f"{cell.step_s / measured_s - 1:+.0%}"
+            is_within = "yes" if cell.low_s <= measured_s <= cell.high_s else "no"
+            split = f"{cell.data} x {cell.tensor}"
+            rows.append((name, processes, split, cell.step_s * 1e3, measured_s * 1e3, error, is_within))
+        print("\n".join(f"{key}: {text}" for key, text in found.sources.items()), file=sys.stderr, flush=True)
+    headers = ("workload", "processes", "data x tensor", "estimated (ms)", "measured (ms)", "error", "in the band")
+    print(tabulate(rows, headers=headers, floatfmt=".1f"))
+    if args.json:
+        args.json.write_text(json.dumps([dict(zip(headers, row, strict=True)) for row in rows], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
