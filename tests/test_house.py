@@ -241,7 +241,7 @@ BUDGETS = {
     "operators": 1_250,
     "passes": 2_350,
     "planner": 3_100,
-    "reports": 2_900,
+    "reports": 2_950,
     "session": 5_550,
     "store": 950,
     "target": 750,
