@@ -1,4 +1,4 @@
-"""Make README's table and plot from what `benchmarks/` measured: `python docs/figures.py` writes both.
+"""Make README's table, the plot, and the picture of a report: `python docs/figures.py` writes them.
 
 speed_ups() -> every published comparison with Inductor;  table() -> rows of README;  plot() -> docs/speedup.svg
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PLOT = ROOT / "docs" / "speedup.svg"
 
 COMPARISONS = ("lanes", "modes", "modes_xeon", "modes_xeon_batch4")
@@ -81,6 +83,19 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def predictions() -> str:
+    """Return the table of `docs/benchmarks.md` with what `explain` predicts beside what was measured."""
+    from apollo_compile.reports.outlook import Outlook, whole_ns_of
+
+    rows = ["| model | predicted by `explain` | measured, every comparison |", "| --- | ---: | --- |"]
+    for each in json.loads((RESULTS / "outlook.json").read_text()):
+        outlook = Outlook(whole_ns=whole_ns_of(each["serial_ns"], num_roles=2), predicted_ns=each["predicted_ns"])
+        found = sorted(x.ratio for x in speed_ups() if (x.name, x.batch) == (each["model"], each["batch"]))
+        name = f"{NAMES[each['model']]}, batch {each['batch']}"
+        rows.append(f"| {name} | {outlook.ratio:.2f}x | {', '.join(f'{ratio:.2f}x' for ratio in found)} |")
+    return "\n".join(rows)
+
+
 def known_numbers() -> set[str]:
     """Return all times and ratios of all results, as README writes them."""
     found = set()
@@ -127,11 +142,30 @@ def plot() -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def with_table(readme: str) -> str:
-    """Return README with the table that the results make."""
-    return re.sub(r"\| forward and backward, batch 4 .*?\n(?=\n)", lambda _: f"{table()}\n", readme, flags=re.DOTALL)
+def with_table(page: str, made: str) -> str:
+    """Return a page with a table that the results make, in the place of the one with the same heading."""
+    heading = re.escape(made.partition("\n")[0])
+    return re.sub(rf"{heading}\n.*?\n(?=\n)", lambda _: f"{made}\n", page, flags=re.DOTALL)
+
+
+def take_screenshot(output: Path, *, width: int = 1280, height: int = 1010, is_dark: bool = False) -> None:
+    """Write what a browser shows of the page of `docs/reports/clip.json`; needs playwright and Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    from apollo_compile.reports.report import Report
+
+    page_of_report = Report.load(ROOT / "docs" / "reports" / "clip.json").to_html()
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        scheme: Literal["dark", "light"] = "dark" if is_dark else "light"
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        page.set_content(page_of_report)
+        page.screenshot(path=output)
+        browser.close()
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    README.write_text(with_table(README.read_text(), table()))
+    BENCHMARKS.write_text(with_table(BENCHMARKS.read_text(), predictions()))
     PLOT.write_text(plot())
+    take_screenshot(ROOT / "docs" / "report.png")

@@ -88,9 +88,9 @@ def constant() -> Operator:
     return Operator(kind=WorkKind.CONSTANT, read=formulas.nothing, launches=formulas.nothing)
 
 
-def pointwise(flops: int) -> Operator:
+def pointwise(flops: int, *, is_fusible: bool = True) -> Operator:
     """Return the entry of a pointwise operator of `flops` per element."""
-    return Operator(kind=WorkKind.POINTWISE, flops=formulas.per_output(flops))
+    return Operator(kind=WorkKind.POINTWISE, flops=formulas.per_output(flops), is_fusible=is_fusible)
 
 
 def pointwise_on_lists(flops: int) -> Operator:

@@ -54,14 +54,19 @@ class Outlook:
         return f"about {self.ratio:.2f}x over torch.compile ({times}); {low:.1f} to {high:.1f}"
 
 
+def whole_ns_of(serial_ns: int, *, num_roles: int) -> float:
+    """Return how long Inductor's whole graphs take whose segments in turn take `serial_ns`."""
+    return serial_ns + min(WHOLE_NS * num_roles, MOST_OF_SERIAL * serial_ns)
+
+
 def outlook_of(graphs: Iterable[GraphSummary]) -> Outlook | None:
     """Return the outlook for graphs on a CPU that run in segments; None without one, and on a GPU."""
     planned = [graph for graph in graphs if graph.device.kind == "cpu" and graph.predicted_ns]
     if not planned:
         return None
-    serial_ns = sum(graph.serial_ns for graph in planned)
+    num_roles = len({graph.role for graph in planned})
     return Outlook(
-        whole_ns=serial_ns + min(WHOLE_NS * len({graph.role for graph in planned}), MOST_OF_SERIAL * serial_ns),
+        whole_ns=whole_ns_of(sum(graph.serial_ns for graph in planned), num_roles=num_roles),
         predicted_ns=sum(graph.predicted_ns for graph in planned),
     )
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import html
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from apollo_compile.ir import Lane, LaneId
 from apollo_compile.ir.text import format_count, format_lane, mark_source
 from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.colors import COLORS, color_of_branches
+from apollo_compile.reports.glossary import GLOSSARY
 from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
 from apollo_compile.reports.words import (
     NOT_MEASURED_YET,
@@ -85,6 +87,7 @@ def _template() -> jinja2.Template:
         percent=lambda share: f"{share:.0%}",
     )
     environment.globals.update(
+        GLOSSARY={**GLOSSARY, **{f"{word}s": GLOSSARY[word] for word in ("segment", "unit", "lane")}},
         OWN_PLANS=OWN_PLANS,
         breaks_by_place=breaks_by_place,
         by_id=lambda graph: {segment.id: segment for segment in graph.segments},
@@ -244,39 +247,56 @@ class ModuleGraph(NamedTuple):
     """Paths of SVG."""
 
 
+Item = int | tuple[int, int]
+"""What takes a row of a column: a module by its index, or the passage of all edges from a module through a column."""
+
+
 def place_modules(graph: GraphSummary) -> ModuleGraph:
     """Return the modules of a graph in columns by their distance from the inputs.
 
-    Modules may form a cycle, since each consists of several segments; edges to earlier modules do not affect columns.
+    An edge over several columns has a row of its own in those between, so that it runs behind no box. Modules may form
+    a cycle, since each consists of several segments; edges to earlier modules do not affect columns.
     """
-    columns: dict[int, list[int]] = defaultdict(list)
     rank: list[int] = []
     for index, module in enumerate(graph.modules):
         rank.append(1 + max((rank[other] for other in module.after if other < index), default=-1))
-        columns[rank[index]].append(index)
-    place = _order_columns(columns, [module.after for module in graph.modules])
-    height = max(map(len, columns.values()), default=0) * (NODE_HEIGHT + NODE_GAP)
-    nodes = []
-    for index, module in enumerate(graph.modules):
-        column = columns[rank[index]]
-        top = (height - len(column) * (NODE_HEIGHT + NODE_GAP)) // 2
-        y = top + place[index] * (NODE_HEIGHT + NODE_GAP) + NODE_GAP // 2
-        nodes.append(ModuleNode(rank[index] * COLUMN_WIDTH + 4, y, _fit(module.name), module.name))
-    edges = [_curve(nodes[other], nodes[index]) for index, module in enumerate(graph.modules) for other in module.after]
+    before: dict[Item, set[Item]] = {index: set() for index in range(len(rank))}
+    ways = [_way(rank, other, index) for index, module in enumerate(graph.modules) for other in module.after]
+    for way in ways:
+        for earlier, item in itertools.pairwise(way):
+            before.setdefault(item, set()).add(earlier)
+    columns: dict[int, list[Item]] = defaultdict(list)
+    for item in before:
+        columns[item[1] if isinstance(item, tuple) else rank[item]].append(item)
+    place = _order_columns(columns, before)
+    step = NODE_HEIGHT + NODE_GAP
+    height = max(map(len, columns.values()), default=0) * step
+    boxes = {}
+    for number, column in columns.items():
+        top = (height - len(column) * step) // 2 + NODE_GAP // 2
+        for item in column:
+            name = "" if isinstance(item, tuple) else graph.modules[item].name
+            boxes[item] = ModuleNode(number * COLUMN_WIDTH + 4, top + place[item] * step, _fit(name), name)
+    edges = [_curve([boxes[item] for item in way]) for way in ways]
     width = max(len(columns), 1) * COLUMN_WIDTH - (COLUMN_WIDTH - NODE_WIDTH) + 8
-    return ModuleGraph(width, height, nodes, edges)
+    return ModuleGraph(width, height, [boxes[index] for index in range(len(graph.modules))], edges)
 
 
-def _order_columns(columns: dict[int, list[int]], after: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return the row of every module in its column, close to the modules that it reads from."""
-    place: dict[int, int] = {}
+def _way(rank: Sequence[int], start: int, end: int) -> list[Item]:
+    """Return the modules where an edge starts and ends, and the passages between them."""
+    return [start, *((start, column) for column in range(rank[start] + 1, rank[end])), end]
+
+
+def _order_columns(columns: Mapping[int, list[Item]], before: Mapping[Item, Collection[Item]]) -> dict[Item, int]:
+    """Return the row of every item in its column, close to the items that it reads from."""
+    place: dict[Item, int] = {}
     for number in sorted(columns):
         weights = {}
-        for index in columns[number]:
-            before = [place[other] for other in after[index] if other in place]
-            weights[index] = sum(before) / len(before) if before else float(index)
-        for position, index in enumerate(sorted(columns[number], key=lambda index: (weights[index], index))):
-            place[index] = position
+        for position, item in enumerate(columns[number]):
+            rows = [place[other] for other in before[item] if other in place]
+            weights[item] = (sum(rows) / len(rows) if rows else float(position), position)
+        for row, item in enumerate(sorted(columns[number], key=weights.__getitem__)):
+            place[item] = row
     return place
 
 
@@ -285,11 +305,17 @@ def _fit(name: str) -> str:
     return name if len(name) <= 30 else "…" + name[-29:]
 
 
-def _curve(start: ModuleNode, end: ModuleNode) -> str:
+def _curve(way: Sequence[ModuleNode]) -> str:
+    """Return a path from the first box to the last, straight through the passages between them."""
+    start, end = way[0], way[-1]
     x1, y1 = start.x + NODE_WIDTH, start.y + NODE_HEIGHT // 2
-    x2, y2 = end.x, end.y + NODE_HEIGHT // 2
-    if x2 < x1:  # back, or within a column: around the boxes
+    path = f"M{x1},{y1}"
+    if end.x < x1:  # back, or within a column: around the boxes
         y = max(start.y, end.y) + NODE_HEIGHT + NODE_GAP // 2
-        return f"M{x1},{y1} C{x1 + 30},{y} {x2 - 30},{y} {x2},{y2}"
-    middle = (x1 + x2) // 2
-    return f"M{x1},{y1} C{middle},{y1} {middle},{y2} {x2},{y2}"
+        return f"{path} C{x1 + 30},{y} {end.x - 30},{y} {end.x},{end.y + NODE_HEIGHT // 2}"
+    for box in way[1:]:
+        y2, middle = box.y + NODE_HEIGHT // 2, (x1 + box.x) // 2
+        path += f" C{middle},{y1} {middle},{y2} {box.x},{y2}"
+        x1, y1 = box.x + NODE_WIDTH, y2
+        path += f" H{x1}" if box is not end else ""
+    return path

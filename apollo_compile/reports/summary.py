@@ -18,7 +18,7 @@ import types
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from apollo_compile.ir import Lane, LaneId, Mode, SegmentGraph, Trace, Variant
+from apollo_compile.ir import Lane, LaneId, Mode, Segment, SegmentGraph, Trace, Variant
 from apollo_compile.reports.branches import name_branches, summarize_modules, summarize_pairs
 from apollo_compile.reports.ensembles import find_ensembles
 from apollo_compile.reports.timelines import make_timelines
@@ -163,6 +163,18 @@ def _summarize_segment(
         launch_share=mode.launch_share,
         choices=tuple(UnitDuration(units=m.units, duration_ns=m.duration_ns, source=m.source) for m in modes),
         after=compilation.partition.graph.predecessors(segment.id),
+        others=_other_modules(compilation, segment),
+    )
+
+
+def _other_modules(compilation: Compilation, segment: Segment) -> tuple[str, ...]:
+    """Return the modules in a segment besides its own, outermost only."""
+    nodes = compilation.capture.nodes
+    inside = compilation.partition.nodes_by_segment[segment.id] if nodes else ()
+    found = dict.fromkeys(nodes[node].module for node in inside if nodes[node].module)
+    known = {segment.module, *found}
+    return tuple(
+        name for name in found if not any(name == segment.module or name.startswith(f"{outer}.") for outer in known)
     )
 
 

@@ -75,6 +75,8 @@ class SegmentSummary:
     choices: tuple[UnitDuration, ...]
     after: tuple[int, ...]
     """Segments that it depends on."""
+    others: tuple[str, ...] = ()
+    """Modules besides its own, and what is in it, that have an operation in the segment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

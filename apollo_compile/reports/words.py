@@ -75,7 +75,12 @@ def describe_state(states: Sequence[State]) -> str:
     if len({(state.progress, state.detail) for state in states}) == 1:
         return str(states[0])
     by_stage = {stage: [state for state in states if state.stage is stage] for stage in Stage}
-    return "; ".join(f"{stage}: {_list(found)}" for stage, found in by_stage.items() if found)
+    return "; ".join(f"{_longest(found)}: {_list(found)}" for found in by_stage.values() if found)
+
+
+def _longest(states: Sequence[State]) -> str:
+    """Return the progress of the graph that takes the most steps; all of them run in the same steps."""
+    return max(states, key=lambda state: state.num_steps).progress
 
 
 def _list(states: Sequence[State]) -> str:

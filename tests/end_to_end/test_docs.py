@@ -175,10 +175,11 @@ def test_the_code_of_the_readme_runs(layers: int, folder: Path, capsys: pytest.C
     assert set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)) == {"torch", "apollo_compile"}
 
 
-def test_readmes_table_and_plot_are_those_of_the_results() -> None:
+def test_tables_and_the_plot_are_those_of_the_results() -> None:
     """As `python docs/figures.py` makes them."""
-    text = README.read_text()
-    assert figures.with_table(text) == text and figures.table() in text
+    for page, table in ((README, figures.table()), (figures.BENCHMARKS, figures.predictions())):
+        text = page.read_text()
+        assert figures.with_table(text, table) == text and table in text
     assert figures.PLOT.read_text() == figures.plot()
 
 

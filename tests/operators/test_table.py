@@ -17,7 +17,7 @@ from torch._inductor.lowering import lowerings
 from torch.utils.flop_counter import flop_registry
 
 import apollo_compile
-from apollo_compile.operators.entry import WorkKind
+from apollo_compile.operators.entry import WorkKind, pointwise
 from apollo_compile.operators.table import _ROWS, OPERATORS, UNLISTED, find_operator
 
 PACKAGE = Path(apollo_compile.__file__).parent
@@ -119,7 +119,10 @@ def test_fusible_is_what_inductor_makes_part_of_a_loop(name: str) -> None:
     assert targets
     if operator.kind in FUSED_OR_NOT:
         is_loop = any(_is_loop(target, decompositions) for target in targets)
-        assert operator.is_fusible is (is_loop and name not in CALLED_BY_ANOTHER_OVERLOAD)
+        expected = is_loop and name not in CALLED_BY_ANOTHER_OVERLOAD
+        assert operator.is_fusible is expected, (
+            f"write {operator.kind}(..., is_fusible={expected}) in its row of table.py"
+        )
     elif operator.is_fusible:
         free = (WorkKind.VIEW, WorkKind.FREE, WorkKind.CONSTANT)
         assert operator.kind in free or name.startswith("prims.inductor_")
@@ -169,3 +172,8 @@ def test_nothing_else_lists_names_of_operators() -> None:
 def room_files(room: str) -> Iterator[Path]:
     """Yield the files of a room of the package."""
     return (PACKAGE / room).rglob("*.py")
+
+
+def test_a_pointwise_operator_that_inductor_calls_is_a_row() -> None:
+    """As for reductions, copies and gathers."""
+    assert not pointwise(1, is_fusible=False).is_fusible and pointwise(1).is_fusible

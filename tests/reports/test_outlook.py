@@ -17,7 +17,7 @@ from apollo_compile.reports.values import Stage
 from tests.reports.test_report import small
 
 ROOT = Path(__file__).parents[2]
-PREDICTED = json.loads((ROOT / "tests" / "expected" / "outlook.json").read_text())
+PREDICTED = json.loads((ROOT / "benchmarks" / "results" / "outlook.json").read_text())
 """By `explain` of the workloads at size small, on two cores: nanoseconds of a step on one lane and by its plans."""
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from apollo_compile.reports.render_html import NODE_WIDTH, place_modules, place_ticks
+from apollo_compile.reports.glossary import GLOSSARY
+from apollo_compile.reports.render_html import NODE_HEIGHT, NODE_WIDTH, place_modules, place_ticks
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
@@ -130,6 +131,49 @@ def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
         for one in net.nodes:
             assert 0 <= one.x <= net.width - NODE_WIDTH and 0 <= one.y <= net.height - 46
             assert not any(one.x == x and 0 < abs(one.y - y) < 46 for x, y in spots)
+
+
+def points_of(path: str) -> Iterator[tuple[float, float]]:
+    """Yield points on a path of cubic curves and horizontal lines."""
+    commands = re.findall(r"([MCH])([^MCH]*)", path)
+    at = (0.0, 0.0)
+    for command, numbers in commands:
+        values = [float(each) for each in re.split(r"[ ,]", numbers.strip())]
+        if command == "M":
+            at = (values[0], values[1])
+            continue
+        across = (values[0], at[1])
+        corners = [at, at, across, across] if command == "H" else [at, *zip(values[::2], values[1::2], strict=True)]
+        for share in (number / 40 for number in range(41)):
+            weights = [(1 - share) ** 3, 3 * share * (1 - share) ** 2, 3 * share**2 * (1 - share), share**3]
+            yield tuple(sum(w * corner[axis] for w, corner in zip(weights, corners, strict=True)) for axis in (0, 1))  # type: ignore[misc]
+        at = corners[-1]  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_edges_between_modules_run_behind_no_box(seed: int) -> None:
+    """Those of random modules that read from several columns before; edges back go around, as good as they can."""
+    chance = random.Random(seed)
+    (graph,) = workload_report("clip").graphs[:1]
+    modules = [
+        replace(graph.modules[0], name=f"m{index}", after=tuple(sorted(chance.sample(range(index), min(index, 3)))))
+        for index in range(9)
+    ]
+    net = place_modules(replace(graph, modules=tuple(modules)))
+    assert len(net.edges) == sum(len(module.after) for module in modules)
+    for path in net.edges:
+        for x, y in points_of(path):
+            inside = [n for n in net.nodes if n.x + 1 < x < n.x + NODE_WIDTH - 1 and n.y < y < n.y + NODE_HEIGHT]
+            assert not inside, (path, inside)
+
+
+def test_words_of_the_glossary_are_told_where_the_page_has_them() -> None:
+    """As the documentation tells them, without its marks."""
+    page = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", page, re.MULTILINE)
+    assert {word: re.sub("[`*]", "", text) for word, text in rows} == GLOSSARY and len(GLOSSARY) == 10
+    shown = html.unescape(full_report().to_html())
+    assert sum(f'title="{text}' in shown or f": {text} " in shown for text in GLOSSARY.values()) >= 7
 
 
 # --------------------------------------------------------------------------------------------------------- in a browser

@@ -12,7 +12,7 @@ from markupsafe import escape
 
 from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
-from apollo_compile.ir import Variant
+from apollo_compile.ir import Standing, Variant, Verdict
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
@@ -173,6 +173,46 @@ def test_the_first_line_says_how_far_it_is(states: tuple[State, ...], told: str)
     found = json.loads(report.to_json())["report"]["states"]
     assert [(each["graph"], each["stage"]) for each in found] == [(each.graph, each.stage) for each in states]
     assert str(small()).startswith("test: ") and 'class="state"' not in small().to_html()
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_steps", "left_ns", "told"),
+    [
+        (Stage.MEASURING, 60, 20_000_000_000, "measuring, about 60 steps (20 s) left: x"),
+        (Stage.MEASURING, 1, 0, "measuring, about 1 step left: x"),
+        (Stage.MEASURING, 900, 300_000_000_000, "measuring, about 900 steps (5 min) left: x"),
+        (Stage.SETTLED, 128, 0, "settled after 128 measured steps: x"),
+        (Stage.SETTLED, 0, 0, "settled: x"),
+        (Stage.FALLS_BACK, 3, 0, "falls back: x"),
+    ],
+)
+def test_a_state_says_how_many_steps_it_takes(stage: Stage, num_steps: int, left_ns: int, told: str) -> None:
+    """And about how long, where that is known."""
+    state = State(graph="0/0", stage=stage, detail="x", num_steps=num_steps, left_ns=left_ns)
+    assert str(state) == told == describe_state([state, state])
+    other = replace(state, graph="1/0", num_steps=0, left_ns=0, detail="y")
+    assert describe_state([state, other]) == told.replace(": x", ": 0/0 (x), 1/0 (y)")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["plan", "Inductor", "loop in eager"], "1.25x as fast as torch.compile, 1.50x as eager"),
+        (["plan", "loop in eager", "Inductor, traced step"], "1.50x as fast as torch.compile, 1.25x as eager"),
+        (["plan", "segments in turn"], "1.25x as fast as segments in turn"),
+        (["Inductor", "plan", "segments in turn"], "1.25x as fast as plan"),
+        (["plan"], ""),
+    ],
+)
+def test_a_verdict_compares_with_what_runs_without_apollo(names: list[str], told: str) -> None:
+    """With the next variant where that wins, or did not compete; times of losers follow from the ratios."""
+    standings = tuple(
+        Standing(name=name, step_ns=1e6 * (1 + 9 * place), ratio=1 + place / 4, num_rounds=7)
+        for place, name in enumerate(names)
+    )
+    verdict = Verdict(standings=standings, num_steps=36)
+    assert verdict.summary == told
+    assert [verdict.time_of(each) for each in standings] == [1e6 * each.ratio for each in standings]
 
 
 def test_the_first_line_names_few_of_many_graphs() -> None:

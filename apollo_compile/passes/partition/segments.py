@@ -12,6 +12,7 @@ from apollo_compile.ir import (
     Buffer,
     BufferId,
     Capture,
+    KernelKind,
     Node,
     NodeId,
     NodeKind,
@@ -183,4 +184,7 @@ def _name(
         return label.removesuffix(UPDATE), names.unique(label), Phase.UPDATE
     first = next((n for n in content if capture.nodes[n].kind is NodeKind.COMPUTE), content[0])
     phase = Phase.BACKWARD if capture.nodes[first].is_backward else Phase.FORWARD
-    return "", names.unique(label if label in (FIRST, LAST) else f"~{capture.nodes[first].name}"), phase
+    kinds = (part.kind for node in content for part in capture.nodes[node].work.parts)
+    known = next((kind for kind in kinds if kind not in (KernelKind.LOOP, KernelKind.LIBRARY)), None)
+    what = capture.nodes[first].name if known is None else known.replace(" ", "_")
+    return "", names.unique(label if label in (FIRST, LAST) else f"~{what}"), phase
