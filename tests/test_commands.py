@@ -18,6 +18,7 @@ LONG = (
     "operators --only two_tower --json {folder}/written",
     "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",
     "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
+    "ranks --workloads two_tower --size tiny --microbatches 2 --rounds 2 --json {folder}/written",
     "run --workloads two_tower --size tiny --steps 3 --dtype float32,bfloat16 --warm-cache --json {folder}/written "
     "--variants eager,inductor-max-autotune,inductor-kept-memory,apollo",
     "steps --workloads chain --size tiny --microbatches 2 --steps 3 --warm-cache --json {folder}/written "

@@ -55,7 +55,7 @@ def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Ob
         duration_ns, source = prediction.duration_ns, CostSource.FORMULA
         if units in measured:
             duration_ns, source = measured[units], CostSource.MEASURED
-        elif measured:
+        elif any(measured):
             nearest = min(filter(None, measured), key=lambda count: (abs(count - units), count))
             ratio = measured[nearest] / formula(segment, nearest).duration_ns
             duration_ns, source = max(1, round(duration_ns * ratio)), CostSource.SCALED
@@ -68,13 +68,11 @@ def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Ob
             launch_share=prediction.launch_share,
         )
 
+    def counts(segment: Segment) -> list[int]:
+        return [0, *unit_counts] if 0 in medians.get(segment.body, {}) else unit_counts
+
     return CostTable(
-        modes=tuple(
-            tuple(
-                mode(segment, units) for units in (*([0] if 0 in medians.get(segment.body, {}) else []), *unit_counts)
-            )
-            for segment in graph.segments
-        ),
+        modes=tuple(tuple(mode(segment, units) for units in counts(segment)) for segment in graph.segments),
         handover_ns=profile.handover_ns,
         slowdown=profile.slowdown,
     )

@@ -23,7 +23,10 @@ def check_summary(graph: GraphSummary) -> None:
         ("waits must be between segments", all({wait.producer, wait.consumer} <= ids for wait in graph.waits)),
         ("modules must read from modules", _are_indices(graph.modules)),
         ("lanes must be numbered from 0", list(lanes) == list(range(len(graph.lanes))) != []),
-        ("lanes must have units, ascending", all(_are_units(units) for units in lanes.values())),
+        (
+            "lane 0 must have units, and those of all must ascend",
+            bool(lanes.get(0)) and all(map(_are_units, lanes.values())),
+        ),
         ("segments must be on lanes", {segment.lane for segment in graph.segments} <= set(lanes)),
         ("there must be timelines", bool(graph.timelines)),
         (
@@ -43,7 +46,7 @@ def _are_indices(modules: Sequence[ModuleSummary]) -> bool:
 
 
 def _are_units(units: Sequence[int]) -> bool:
-    return len(units) > 0 and units[0] >= 0 and units[-1] < MAX_UNITS and list(units) == sorted(set(units))
+    return all(0 <= unit < MAX_UNITS for unit in units) and list(units) == sorted(set(units))
 
 
 def _is_legal(line: Timeline, segments: Set[int], lanes: Set[int]) -> bool:

@@ -1,5 +1,6 @@
 """DistributedDataParallel without its reducer, for steps that average gradients themselves.
 
+is_sharded(model)           whether FSDP2 has its parameters
 reason_against(model)       why a step has to leave gradients to the reducer; None if it need not
 without_reducer(model)      the same module, whose forward prepares nothing for the reducer
 broadcast_buffers(model)    what a forward of it does first
@@ -12,8 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -34,6 +34,8 @@ def without_reducer(model: DistributedDataParallel) -> DistributedDataParallel:
 
 def reason_against(model: DistributedDataParallel) -> str | None:
     """Return why only the reducer can average the gradients of a model; None if it is their mean over all ranks."""
+    from torch.distributed.tensor import DTensor  # not in every build of torch, and slow to import
+
     parameters = list(model.module.parameters())
     reasons = {
         "find_unused_parameters": model.find_unused_parameters,
@@ -55,6 +57,13 @@ def reason_against(model: DistributedDataParallel) -> str | None:
     return None
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether `fully_shard` of FSDP2 was called on a module of a model."""
+    from torch.distributed.fsdp import FSDPModule  # not in every build of torch, and slow to import
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def broadcast_buffers(model: DistributedDataParallel) -> None:
     """Copy the buffers of rank 0 to all ranks, unless `broadcast_buffers` is off or there are none."""
     if model.broadcast_buffers and model.modules_buffers:
@@ -66,6 +75,6 @@ def is_syncing(model: DistributedDataParallel) -> bool:
     return bool(model.require_backward_grad_sync)
 
 
-def reduced_parameters(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
+def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients the reducer averages."""
     return [parameter for parameter in model.module.parameters() if parameter.requires_grad]

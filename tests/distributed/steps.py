@@ -20,7 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import apollo_compile
+from apollo_compile.ir import SegmentGraph
 from apollo_compile.session.step.step import Step
+from apollo_compile.target.compilation import Compilation
 from tests.distributed.work import (
     LANES,
     PATIENCE,
@@ -288,7 +290,7 @@ def recorded() -> Iterator[list[int]]:
 
 def outcome(step: Step) -> Result:
     """Return what became of a step, as this rank sees it."""
-    compilations = [tuner.program.variants.compilation for tuner in step.tuners]
+    compilations: list[Compilation] = [tuner.program.variants.compilation for tuner in step.tuners]
     return {
         "verdicts": step.verdicts,
         "reasons": step.reasons_for_loops,
@@ -297,7 +299,17 @@ def outcome(step: Step) -> Result:
             [(s.name, each.plan.assignments[s.id].lane) for s in each.partition.graph.segments if s.has_collective]
             for each in compilations
         ],
+        "summed": [modules_summed(each.partition.graph) for each in compilations],
     }
+
+
+def modules_summed(graph: SegmentGraph) -> list[list[str]]:
+    """Return, by collective, the modules whose gradients it takes."""
+    return [
+        sorted({graph.segments[other].module for other in graph.predecessors(segment.id)} - {""})
+        for segment in graph.segments
+        if segment.has_collective
+    ]
 
 
 def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

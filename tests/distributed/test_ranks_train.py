@@ -42,12 +42,6 @@ def reference() -> dict[str, Any]:
     return work.train_reference()
 
 
-def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=atol, msg=lambda t, k=key: f"{k}: {t}")
-
-
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp, native"])
 def test_clip_trains_as_in_one_process(seen: Seen, reference: dict[str, Any], name: str) -> None:
     """Over 20 steps, on lanes, with plans that are agreed on; every rank ends with the same parameters."""
@@ -55,7 +49,7 @@ def test_clip_trains_as_in_one_process(seen: Seen, reference: dict[str, Any], na
         expected = [losses[rank] for losses in reference["losses"]]
         assert len(expected) == 20
         torch.testing.assert_close(result["losses"], expected, rtol=1e-4, atol=1e-5)
-        _assert_close(result["state"], reference["state"])
+        work.assert_close(result["state"], reference["state"])
         assert result["fallbacks"] == []
         assert len(result["plans"]) == 2
         if name == "fsdp":  # the profiles of the others are wrong, and may favour one lane
@@ -90,7 +84,7 @@ def test_a_graph_for_every_bucket_trains_as_one_process(seen: Seen) -> None:
         assert result["reported"].count(Role.FORWARD) == result["reported"].count(Role.BACKWARD) >= 2
         assert result["is_settled"]
         for found in result["found"]:
-            _assert_close(found, result["expected"])
+            work.assert_close(found, result["expected"])
 
 
 def test_layers_split_by_dtensor_train_as_before(seen: Seen) -> None:
@@ -98,7 +92,7 @@ def test_layers_split_by_dtensor_train_as_before(seen: Seen) -> None:
     results = seen("tensor parallel")
     for result in results:
         assert result["fallbacks"] == []
-        _assert_close(result["found"], result["expected"], atol=1e-6)
+        work.assert_close(result["found"], result["expected"], atol=1e-6)
     first, second = results
     assert first["collectives"] == second["collectives"]
     assert len(first["collectives"][0]) == 2
@@ -139,7 +133,7 @@ def test_a_plan_and_inductors_code_meet_in_collectives(seen: Seen) -> None:
     first, second = seen("tensor parallel, mixed")
     assert set(first["variants"]) == {Variant.PLAN} and set(second["variants"]) == {Variant.INDUCTOR}
     for result in (first, second):
-        _assert_close(result["found"], result["expected"], atol=1e-5)
+        work.assert_close(result["found"], result["expected"], atol=1e-5)
     assert _num_lanes(first["plans"][0]) > 1
     assert max(map(len, first["collectives"])) >= 2, "there is none in the graphs"
 

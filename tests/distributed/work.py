@@ -470,6 +470,13 @@ def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None
     return {"output": output.detach().clone(), **found}
 
 
+def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], atol: float = 1e-5) -> None:
+    """Check that tensors are those expected, but for rounding."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=atol, msg=lambda t, k=key: f"{k}: {t}")
+
+
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the parameters and buffers of a model, whole ones of what is sharded."""
     return {name: _whole(value) for name, value in model.state_dict().items()}

@@ -65,3 +65,18 @@ def test_a_measurement_elsewhere_scales_the_formula(units: int, nearest: int) ->
     mode = next(mode for mode in estimate_costs(made, CPU, seen).modes[0] if mode.units == units)
     assert mode.duration_ns == ratios[nearest] * formula[units]
     assert mode.source is (CostSource.MEASURED if units == nearest else CostSource.SCALED)
+
+
+def test_a_body_that_was_measured_on_no_unit_has_a_mode_there() -> None:
+    """It waits for other ranks as long as on all units; no other segment can do without units."""
+    made = graph((), (0,))
+    entries = tuple(Observation(body=BodyId(1), units=units, count=1, median_ns=500) for units in (0, 4))
+    costs = estimate_costs(made, CPU, Observations(entries=entries))
+    check_costs(costs, made)
+    assert [[mode.units for mode in modes] for modes in costs.modes] == [[1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert [costs.modes[1][place].duration_ns for place in (0, 4)] == [500, 500]
+    assert [costs.modes[1][place].source for place in (0, 1, 4)] == [
+        CostSource.MEASURED,
+        CostSource.SCALED,
+        CostSource.MEASURED,
+    ]

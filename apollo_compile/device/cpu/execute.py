@@ -270,7 +270,7 @@ def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
     with _lanes_lock:
         if key not in _lanes_by_key:
             order = core_share().order
-            own = sorted(order[unit] for unit in lanes[0].units)
+            own = sorted(order[unit] for unit in lanes[0].units)  # for a lane without units, which computes little
             cores = [sorted(order[unit] for unit in lane.units) or own for lane in lanes]
             has_lost_team = _is_forked and len(lanes[0].units) > 1
             if len(lanes[0].units) == most_units() and not has_lost_team:

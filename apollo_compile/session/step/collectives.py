@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from apollo_compile.cost_model.collectives import Link, all_reduce_seconds
@@ -43,6 +42,7 @@ from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.torch_bridge.data_parallel import (
     broadcast_buffers,
+    is_sharded,
     is_syncing,
     reason_against,
     reduced_parameters,
@@ -203,7 +203,7 @@ def find_data_parallel(model: nn.Module) -> DataParallel | str | None:
     """
     if find_ranks().is_alone:
         return None
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if is_sharded(model):
         return "hooks of FSDP2 gather parameters and scatter gradients, which only its own forward and backward call"
     if not isinstance(model, DistributedDataParallel):
         return None

@@ -134,12 +134,8 @@ def find_micro(
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:
         raise UnsupportedGraphError(f"{model.name} has {len(model.graphs)} graphs; expected a forward and a backward")
     forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
-    if not (forward.is_alone or averages_gradients):
-        raise UnsupportedGraphError(
-            "there are several processes, and the model is not wrapped in DistributedDataParallel"
-        )
-    if any(each.has_collective for graph in model.graphs for each in graph.compilation.partition.graph.segments):
-        raise UnsupportedGraphError(f"{model.name} communicates with other ranks")
+    if not forward.is_alone:
+        _check_communication(model, averages_gradients)
     unsafe = forward.code.contract.unsafe or backward.code.contract.unsafe
     if unsafe is not None and forward.target.captures:
         raise UnsupportedGraphError(f"{model.name} has {unsafe}, which no CUDA graph may hold")
@@ -147,6 +143,18 @@ def find_micro(
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
     codes = GraphCode.of(forward), GraphCode.of(backward)
     return join_graphs(model.name, *codes, inputs, owned, dtypes=dtypes, loss=loss)
+
+
+def _check_communication(model: CompiledModel, averages_gradients: bool) -> None:
+    """Check that the only communication of a step is that of its gradients.
+
+    Raises:
+        UnsupportedGraphError: nobody averages them, or the loss function communicates too.
+    """
+    if not averages_gradients:
+        raise UnsupportedGraphError("there are several processes, and the model is not in DistributedDataParallel")
+    if any(each.has_collective for graph in model.graphs for each in graph.compilation.partition.graph.segments):
+        raise UnsupportedGraphError(f"{model.name} communicates with other ranks")
 
 
 def join_graphs(

@@ -91,13 +91,10 @@ class StepProgram:
             return "gradients are clipped, and a parameter that gets none in this step has one"
         if have_gradient_hooks(self.parameters):
             return "a gradient has hooks"
+        are_all_needed = self.is_clipped or self.is_averaged
         for parameter in self.parameters:
             if parameter.grad is not None:
-                if (
-                    self.is_clipped
-                    or self.is_averaged
-                    or (self.optimizer is not None and self.optimizer.has(parameter))
-                ):
+                if are_all_needed or (self.optimizer is not None and self.optimizer.has(parameter)):
                     return "gradients are there already that clipping, other ranks or the optimizer have to know of"
                 if self.num_micro_batches > 1 and torch.are_deterministic_algorithms_enabled():
                     return "gradients are there already, and sums keep their order with deterministic algorithms"
