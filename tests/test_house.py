@@ -128,7 +128,9 @@ def test_private_attributes_of_torch_are_used_in_one_package_only(path: Path) ->
 def test_ortools_is_imported_by_the_solver_and_the_bound_only(path: Path) -> None:
     """It is large, and a schedule is found without."""
     found = [name for name in imported(tree_of(path)) if name.split(".")[0] == "ortools"]
-    assert not found or (path.parent.name == "planner" and path.stem in ("bounds", "cp_sat", "model"))
+    assert not found or (
+        path.parent.name == "planner" and path.stem in ("bounds", "cp_sat", "model", "placement_model")
+    )
 
 
 @parametrize_files()
@@ -233,14 +235,14 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS = {
-    ".": 38_700,
+    ".": 40_500,
     "autotune": 1_200,
     "device": 5_600,
-    "distributed": 3_800,
+    "distributed": 4_600,
     "ir": 1_850,
     "operators": 1_250,
-    "passes": 2_350,
-    "planner": 3_100,
+    "passes": 2_800,
+    "planner": 3_800,
     "reports": 2_750,
     "session": 5_500,
     "store": 950,

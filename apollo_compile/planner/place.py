@@ -1,0 +1,232 @@
+"""Search for the placement with the shortest step.
+
+    place(fleet, starts, seconds=...) -> Placed
+
+The search begins with the given choices. CP-SAT on a pool of devices (`placement_model.py`) gives a lower bound, and
+numbers of devices for which places are found here; for small fleets CP-SAT on devices improves the result, and may
+prove it; a local search changes modes, places and order. All schedules come from `placement.schedule`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from apollo_compile.errors import InfeasiblePlanError
+from apollo_compile.planner.placement import (
+    Choice,
+    Fleet,
+    Placement,
+    critical_order,
+    fits,
+    groups_of,
+    memory_of,
+    schedule,
+)
+
+POOL_SHARE, DEVICES_SHARE = 0.4, 0.7
+"""Shares of the time for CP-SAT: on the pool, and on devices of what is left then."""
+
+MOST_INTERVALS = 6_000
+"""Intervals on devices up to which CP-SAT places modules in useful time."""
+
+HOTTEST = 0.03
+"""Excess of a schedule that is accepted in the beginning of the local search, as a share."""
+
+WITHOUT_GAIN_S = 3.0
+"""The local search ends after this time without a better placement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """The best placement that was found."""
+
+    placement: Placement
+    bound: int
+    """Lower bound of the makespan of all placements."""
+
+
+def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, use_solver: bool = True) -> Placed:
+    """Return the best placement found within a time, not longer than any of `starts` that keeps the memory.
+
+    Arguments:
+        fleet: the problem.
+        starts: choices to begin with.
+        seconds: time limit.
+        use_solver: use CP-SAT; without it, bounds are weak.
+
+    Raises:
+        InfeasiblePlanError: no placement keeps the memory; the message has the least that is enough.
+    """
+    begin = time.monotonic()
+    if not use_solver:
+        kept = _keep(fleet, starts)
+        if not kept:
+            raise InfeasiblePlanError(f"none of {len(starts)} placements keeps the memory of {fleet.memory} bytes")
+        best = min((_schedule(fleet, choices) for choices in kept), key=_makespan)
+        bound = _simple_bound(fleet)
+        return Placed(placement=_improve(fleet, best, bound, begin + seconds), bound=bound)
+    from apollo_compile.planner import placement_model
+
+    kept = _keep(fleet, starts)
+    if not kept:
+        least = placement_model.least_memory(fleet, seconds=seconds / 4)
+        if fleet.memory is not None and least.memory > fleet.memory:
+            enough = "the least that is enough is" if least.is_proven else "enough is"
+            raise InfeasiblePlanError(
+                f"no placement of {len(fleet.modules)} modules on {fleet.devices} devices keeps the memory of "
+                f"{fleet.memory} bytes per device: {enough} {least.memory} bytes"
+            )
+        kept = [least.choices]
+    best = min((_schedule(fleet, choices) for choices in kept), key=_makespan)
+    bound = _simple_bound(fleet)
+    if bound < best.makespan:
+        pool = placement_model.search(fleet, is_pool=True, hint=best, bound=bound, seconds=seconds * POOL_SHARE)
+        bound = min(pool.bound, best.makespan)
+        if pool.choices and (choices := _find_places(fleet, pool.choices, pool.order)):
+            best = min(best, schedule(fleet, choices, pool.order), _schedule(fleet, choices), key=_makespan)
+    if bound < best.makespan and _count_intervals(fleet) <= MOST_INTERVALS:
+        left = begin + seconds - time.monotonic()
+        found = placement_model.search(fleet, is_pool=False, hint=best, bound=bound, seconds=left * DEVICES_SHARE)
+        if found.choices and fits(fleet, found.choices):
+            best = min(best, schedule(fleet, found.choices, found.order), key=_makespan)
+        bound = min(max(bound, found.bound), best.makespan)
+    best = _improve(fleet, best, bound, begin + seconds)
+    return Placed(placement=best, bound=bound)
+
+
+def _makespan(placement: Placement) -> int:
+    return placement.makespan
+
+
+def _keep(fleet: Fleet, starts: Sequence[Sequence[Choice]]) -> list[Sequence[Choice]]:
+    return [choices for choices in starts if fits(fleet, choices)]
+
+
+def _schedule(fleet: Fleet, choices: Sequence[Choice]) -> Placement:
+    """Return the better schedule of two orders: the longest rest first, and as given."""
+    orders = (critical_order(fleet, choices), list(range(len(fleet.tasks))))
+    return min((schedule(fleet, choices, order) for order in orders), key=_makespan)
+
+
+def _simple_bound(fleet: Fleet) -> int:
+    """Return the larger of the longest chain in the fastest modes and the least work over all devices."""
+    ends = [0] * len(fleet.tasks)
+    heads = [0] * len(fleet.tasks)
+    before: list[list[int]] = [[] for _ in fleet.tasks]
+    for arc in fleet.arcs:
+        before[arc.after].append(arc.before)
+    for task, work in enumerate(fleet.tasks):
+        heads[task] = max((ends[other] for other in before[task]), default=0)
+        ends[task] = heads[task] + min(work.durations)
+    least = [0] * len(fleet.modules)
+    for index, modes in enumerate(fleet.modules):
+        own = [task for task in fleet.tasks if task.module == index]
+        least[index] = min(
+            sum(task.durations[number] for task in own) * mode.devices * mode.units for number, mode in enumerate(modes)
+        )
+    return max(max(ends, default=0), -(-sum(least) // (fleet.devices * fleet.units)))
+
+
+def _count_intervals(fleet: Fleet) -> int:
+    """Return how many intervals on devices CP-SAT would have."""
+    return sum(
+        len(groups_of(fleet, mode)) * mode.devices for task in fleet.tasks for mode in fleet.modules[task.module]
+    )
+
+
+def _find_places(fleet: Fleet, modes: Sequence[Choice], order: Sequence[int]) -> tuple[Choice, ...] | None:
+    """Return choices with the modes of a solution of the pool: groups that are free when the module begins."""
+    first_of: dict[int, int] = {}
+    free, held = [0] * fleet.devices, [0] * fleet.devices
+    for task in order:
+        module = fleet.tasks[task].module
+        number = modes[module][0]
+        mode = fleet.modules[module][number]
+        if module not in first_of:
+            spots = [
+                (max(free[first : first + mode.devices]), sum(free[first : first + mode.devices]), first)
+                for first in groups_of(fleet, mode)
+                if fleet.memory is None or max(held[first : first + mode.devices]) + mode.memory <= fleet.memory
+            ]
+            if not spots:
+                return None
+            first_of[module] = min(spots)[2]
+            for device in range(first_of[module], first_of[module] + mode.devices):
+                held[device] += mode.memory
+        for device in range(first_of[module], first_of[module] + mode.devices):
+            free[device] += fleet.tasks[task].durations[number] * mode.units
+    return tuple((mode, first_of.get(module, 0)) for module, (mode, _) in enumerate(modes))
+
+
+# ------------------------------------------------------------------------------------------------------- local search
+
+
+def _improve(fleet: Fleet, start: Placement, bound: int, deadline: float) -> Placement:
+    """Return the best placement of a local search, whose acceptance narrows until the deadline."""
+    rng = random.Random(0)
+    begin = last_gain = time.monotonic()
+    now = best = start
+    order = _order_of(fleet, start)
+    while best.makespan > bound and (instant := time.monotonic()) < min(deadline, last_gain + WITHOUT_GAIN_S):
+        heat = HOTTEST * (1 - (instant - begin) / max(1e-9, deadline - begin))
+        for choices, tried in _moves(fleet, now, order, rng):
+            if not fits(fleet, choices):
+                continue
+            found = schedule(fleet, choices, tried)
+            if found.makespan <= now.makespan * (1 + heat * rng.random()):
+                now, order = found, _order_of(fleet, found)
+            if _key(fleet, found) < _key(fleet, best):
+                last_gain = instant if found.makespan < best.makespan else last_gain
+                best = found
+    return best
+
+
+def _key(fleet: Fleet, placement: Placement) -> tuple[int, int]:
+    """Return what is minimised: the step, then the memory of the fullest device."""
+    return placement.makespan, max(memory_of(fleet, placement.choices), default=0)
+
+
+def _order_of(fleet: Fleet, placement: Placement) -> list[int]:
+    """Return the tasks by start; tasks without a duration come before those that wait for them."""
+    return sorted(range(len(fleet.tasks)), key=lambda task: (placement.starts[task], task))
+
+
+def _moves(
+    fleet: Fleet, now: Placement, order: Sequence[int], rng: random.Random
+) -> Iterator[tuple[tuple[Choice, ...], Sequence[int]]]:
+    """Yield one or two neighbours of a placement: choices, and an order of tasks."""
+    choices = list(now.choices)
+    module = rng.randrange(len(choices))
+    kind = rng.random()
+    if kind < 0.25:  # another task first
+        yield tuple(choices), _shift(fleet, order, rng)
+        return
+    if kind < 0.4:  # the place of another module
+        other = rng.randrange(len(choices))
+        choices[module] = _nearest(fleet, module, choices[module][0], now.choices[other][1])
+        choices[other] = _nearest(fleet, other, choices[other][0], now.choices[module][1])
+    else:
+        mode = choices[module][0] if kind < 0.6 else rng.randrange(len(fleet.modules[module]))
+        choices[module] = (mode, rng.choice(groups_of(fleet, fleet.modules[module][mode])))
+    yield tuple(choices), order
+    yield tuple(choices), critical_order(fleet, choices)
+
+
+def _nearest(fleet: Fleet, module: int, mode: int, device: int) -> Choice:
+    """Return the group of a mode that has a device."""
+    size = fleet.modules[module][mode].devices
+    return mode, min(device // size * size, groups_of(fleet, fleet.modules[module][mode])[-1])
+
+
+def _shift(fleet: Fleet, order: Sequence[int], rng: random.Random) -> list[int]:
+    """Return the order with one task at another place that its arcs allow."""
+    place = {task: index for index, task in enumerate(order)}
+    task = rng.choice(order)
+    first = max((place[arc.before] + 1 for arc in fleet.arcs if arc.after == task), default=0)
+    last = min((place[arc.after] for arc in fleet.arcs if arc.before == task), default=len(order))
+    changed = [other for other in order if other != task]
+    changed.insert(rng.randrange(first, max(first + 1, last)), task)
+    return changed
