@@ -4,7 +4,7 @@
 
 The search begins with the given choices. CP-SAT on a pool of devices (`placement_model.py`) gives a lower bound, and
 numbers of devices for which places are found here; for small fleets CP-SAT on devices improves the result, and may
-prove it; a local search changes modes, places and order. All schedules come from `placement.schedule`.
+prove it; a local search changes modes, places and order. All schedules come from `placement.Scheduler`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,34 @@ from dataclasses import dataclass
 
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner.placement import (
+    GOOD,
     Choice,
     Fleet,
+    Mode,
     Placement,
-    critical_order,
+    Scheduler,
     fits,
     groups_of,
     memory_of,
-    schedule,
 )
 
-POOL_SHARE, DEVICES_SHARE = 0.4, 0.7
-"""Shares of the time for CP-SAT: on the pool, and on devices of what is left then."""
+DEVICES_SHARE = 0.7
+"""Share of the time for CP-SAT on the devices of a small fleet."""
+
+DESCENTS_SHARE, POOL_SHARE = 0.4, 0.2
+"""Shares of the time for a large fleet: for descents, and for CP-SAT on the pool."""
+
+DESCENTS = 3
+"""Starts from which the local search descends."""
 
 MOST_INTERVALS = 6_000
 """Intervals on devices up to which CP-SAT places modules in useful time."""
 
-HOTTEST = 0.03
+HOTTEST = 0.01
 """Excess of a schedule that is accepted in the beginning of the local search, as a share."""
+
+NEAR = 4
+"""Largest step of a move in the list of a module's modes."""
 
 WITHOUT_GAIN_S = 3.0
 """The local search ends after this time without a better placement."""
@@ -61,16 +71,17 @@ def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, u
         InfeasiblePlanError: no placement keeps the memory; the message has the least that is enough.
     """
     begin = time.monotonic()
+    scheduler = Scheduler(fleet)
     if not use_solver:
         kept = _keep(fleet, starts)
         if not kept:
             raise InfeasiblePlanError(f"none of {len(starts)} placements keeps the memory of {fleet.memory} bytes")
-        best = min((_schedule(fleet, choices) for choices in kept), key=_makespan)
+        best = min((scheduler.best_of_orders(choices) for choices in kept), key=_makespan)
         bound = _simple_bound(fleet)
-        return Placed(placement=_improve(fleet, best, bound, begin + seconds), bound=bound)
+        return Placed(placement=_improve(scheduler, best, bound, begin + seconds), bound=bound)
     from apollo_compile.planner import placement_model
 
-    kept = _keep(fleet, starts)
+    kept = _keep(fleet, [*starts, *_uniform(fleet)])
     if not kept:
         least = placement_model.least_memory(fleet, seconds=seconds / 4)
         if fleet.memory is not None and least.memory > fleet.memory:
@@ -80,21 +91,25 @@ def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, u
                 f"{fleet.memory} bytes per device: {enough} {least.memory} bytes"
             )
         kept = [least.choices]
-    best = min((_schedule(fleet, choices) for choices in kept), key=_makespan)
-    bound = _simple_bound(fleet)
-    if bound < best.makespan:
-        pool = placement_model.search(fleet, is_pool=True, hint=best, bound=bound, seconds=seconds * POOL_SHARE)
-        bound = min(pool.bound, best.makespan)
-        if pool.choices and (choices := _find_places(fleet, pool.choices, pool.order)):
-            best = min(best, schedule(fleet, choices, pool.order), _schedule(fleet, choices), key=_makespan)
-    if bound < best.makespan and _count_intervals(fleet) <= MOST_INTERVALS:
-        left = begin + seconds - time.monotonic()
-        found = placement_model.search(fleet, is_pool=False, hint=best, bound=bound, seconds=left * DEVICES_SHARE)
-        if found.choices and fits(fleet, found.choices):
-            best = min(best, schedule(fleet, found.choices, found.order), key=_makespan)
-        bound = min(max(bound, found.bound), best.makespan)
-    best = _improve(fleet, best, bound, begin + seconds)
-    return Placed(placement=best, bound=bound)
+    found = sorted((scheduler.best_of_orders(choices) for choices in kept), key=_makespan)
+    best, bound = found[0], _simple_bound(fleet)
+    if _count_intervals(fleet) <= MOST_INTERVALS:
+        if bound < best.makespan:
+            outcome = placement_model.search(fleet, hint=best, bound=bound, seconds=seconds * DEVICES_SHARE)
+            bound = outcome.bound
+            if outcome.choices and fits(fleet, outcome.choices):
+                best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=_makespan)
+    else:
+        for turn, start in enumerate(found[:DESCENTS], 1):
+            deadline = begin + seconds * DESCENTS_SHARE * turn / DESCENTS
+            best = min(best, _descend(scheduler, start, deadline), key=_makespan)
+        if bound < best.makespan:
+            pool = placement_model.search(fleet, is_pool=True, hint=best, bound=bound, seconds=seconds * POOL_SHARE)
+            bound = pool.bound
+            if pool.choices and (choices := _find_places(fleet, pool.choices, pool.order)):
+                best = min(best, scheduler.schedule(choices, pool.order), key=_makespan)
+    best = _improve(scheduler, best, bound, begin + seconds)
+    return Placed(placement=best, bound=min(bound, best.makespan))
 
 
 def _makespan(placement: Placement) -> int:
@@ -105,10 +120,16 @@ def _keep(fleet: Fleet, starts: Sequence[Sequence[Choice]]) -> list[Sequence[Cho
     return [choices for choices in starts if fits(fleet, choices)]
 
 
-def _schedule(fleet: Fleet, choices: Sequence[Choice]) -> Placement:
-    """Return the better schedule of two orders: the longest rest first, and as given."""
-    orders = (critical_order(fleet, choices), list(range(len(fleet.tasks))))
-    return min((schedule(fleet, choices, order) for order in orders), key=_makespan)
+def _uniform(fleet: Fleet) -> list[tuple[Choice, ...]]:
+    """Return choices in which all modules have about the same devices and units, from the first device on."""
+    kinds = {(mode.devices, mode.units) for modes in fleet.modules for mode in modes}
+
+    def nearest(modes: Sequence[Mode], devices: int, units: int) -> int:
+        return min(
+            range(len(modes)), key=lambda index: (abs(modes[index].devices - devices), abs(modes[index].units - units))
+        )
+
+    return [tuple((nearest(modes, *kind), 0) for modes in fleet.modules) for kind in sorted(kinds)]
 
 
 def _simple_bound(fleet: Fleet) -> int:
@@ -164,18 +185,40 @@ def _find_places(fleet: Fleet, modes: Sequence[Choice], order: Sequence[int]) ->
 # ------------------------------------------------------------------------------------------------------- local search
 
 
-def _improve(fleet: Fleet, start: Placement, bound: int, deadline: float) -> Placement:
+def _descend(scheduler: Scheduler, best: Placement, deadline: float) -> Placement:
+    """Return a placement that no other mode of one module makes shorter, each on its least loaded devices."""
+    fleet, before = scheduler.fleet, -1
+    while before != best.makespan and time.monotonic() < deadline:
+        before = best.makespan
+        for module, modes in enumerate(fleet.modules):
+            load = [0] * fleet.devices
+            for task in fleet.tasks:
+                number, first = best.choices[task.module]
+                mode = fleet.modules[task.module][number]
+                for device in range(first, first + mode.devices) if task.module != module else ():
+                    load[device] += task.durations[number] * mode.units
+            for number, mode in enumerate(modes):
+                first = min(groups_of(fleet, mode), key=lambda each: max(load[each : each + mode.devices]))
+                choices = (*best.choices[:module], (number, first), *best.choices[module + 1 :])
+                if fits(fleet, choices) and time.monotonic() < deadline:
+                    best = min(best, scheduler.best_of_orders(choices), key=_makespan)
+    return best
+
+
+def _improve(scheduler: Scheduler, start: Placement, bound: int, deadline: float) -> Placement:
     """Return the best placement of a local search, whose acceptance narrows until the deadline."""
-    rng = random.Random(0)
+    fleet, rng = scheduler.fleet, random.Random(0)
     begin = last_gain = time.monotonic()
     now = best = start
     order = _order_of(fleet, start)
-    while best.makespan > bound and (instant := time.monotonic()) < min(deadline, last_gain + WITHOUT_GAIN_S):
+    while best.makespan * (1 - GOOD) > bound and (instant := time.monotonic()) < min(
+        deadline, last_gain + WITHOUT_GAIN_S
+    ):
         heat = HOTTEST * (1 - (instant - begin) / max(1e-9, deadline - begin))
-        for choices, tried in _moves(fleet, now, order, rng):
+        for choices, tried in _moves(scheduler, now, order, rng):
             if not fits(fleet, choices):
                 continue
-            found = schedule(fleet, choices, tried)
+            found = scheduler.schedule(choices, tried)
             if found.makespan <= now.makespan * (1 + heat * rng.random()):
                 now, order = found, _order_of(fleet, found)
             if _key(fleet, found) < _key(fleet, best):
@@ -195,10 +238,10 @@ def _order_of(fleet: Fleet, placement: Placement) -> list[int]:
 
 
 def _moves(
-    fleet: Fleet, now: Placement, order: Sequence[int], rng: random.Random
+    scheduler: Scheduler, now: Placement, order: Sequence[int], rng: random.Random
 ) -> Iterator[tuple[tuple[Choice, ...], Sequence[int]]]:
     """Yield one or two neighbours of a placement: choices, and an order of tasks."""
-    choices = list(now.choices)
+    fleet, choices = scheduler.fleet, list(now.choices)
     module = rng.randrange(len(choices))
     kind = rng.random()
     if kind < 0.25:  # another task first
@@ -209,10 +252,11 @@ def _moves(
         choices[module] = _nearest(fleet, module, choices[module][0], now.choices[other][1])
         choices[other] = _nearest(fleet, other, choices[other][0], now.choices[module][1])
     else:
-        mode = choices[module][0] if kind < 0.6 else rng.randrange(len(fleet.modules[module]))
+        mode = choices[module][0] if kind < 0.6 else choices[module][0] + rng.randint(-NEAR, NEAR)
+        mode = min(max(mode, 0), len(fleet.modules[module]) - 1)
         choices[module] = (mode, rng.choice(groups_of(fleet, fleet.modules[module][mode])))
     yield tuple(choices), order
-    yield tuple(choices), critical_order(fleet, choices)
+    yield tuple(choices), scheduler.critical_order(choices)
 
 
 def _nearest(fleet: Fleet, module: int, mode: int, device: int) -> Choice:

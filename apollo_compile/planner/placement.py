@@ -1,6 +1,6 @@
 """Placement of modules on groups of devices: the problem, its schedules, and their check.
 
-    Fleet -> schedule(fleet, choices, order) -> Placement;  violations(fleet, placement) -> [text]
+    Scheduler(fleet).schedule(choices, order) -> Placement;  violations(fleet, placement) -> [text]
 
 A fleet has equal devices in a row. A module takes an aligned group of them (a group of n devices begins at a multiple
 of n) in one of its modes, and keeps it: all its tasks run there, on the units of its mode on each device of the group.
@@ -11,9 +11,12 @@ device is at most its memory. Times are integers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+GOOD = 1e-3
+"""Share of a makespan above its bound at which searches end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,7 @@ class Arc(NamedTuple):
 
     before: int
     after: int
-    delays: dict[tuple[int, int], int]
+    delays: Mapping[tuple[int, int], int]
     """By numbers of devices (before, after), if the groups differ."""
 
 
@@ -107,71 +110,91 @@ def fits(fleet: Fleet, choices: Sequence[Choice]) -> bool:
     return fleet.memory is None or max(memory_of(fleet, choices), default=0) <= fleet.memory
 
 
-def critical_order(fleet: Fleet, choices: Sequence[Choice]) -> list[int]:
-    """Return the tasks in an order that starts those with the longest rest of the step first."""
-    tails = [0] * len(fleet.tasks)
-    by_task: list[list[Arc]] = [[] for _ in fleet.tasks]
-    for arc in fleet.arcs:
-        by_task[arc.before].append(arc)
-    for task in reversed(range(len(fleet.tasks))):
-        rest = max((delay_of(fleet, arc, choices) + tails[arc.after] for arc in by_task[task]), default=0)
-        tails[task] = rest + duration_of(fleet, task, choices)
-    return sorted(range(len(fleet.tasks)), key=lambda task: (-tails[task], task))
+class Scheduler:
+    """Schedules of one fleet: what they have in common is computed once."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._module_of = [task.module for task in fleet.tasks]
+        self._waits: list[list[Arc]] = [[] for _ in fleet.tasks]
+        self._followers: list[list[Arc]] = [[] for _ in fleet.tasks]
+        for arc in fleet.arcs:
+            self._waits[arc.after].append(arc)
+            self._followers[arc.before].append(arc)
+
+    def critical_order(self, choices: Sequence[Choice]) -> list[int]:
+        """Return the tasks in an order that starts those with the longest rest of the step first."""
+        fleet = self.fleet
+        tails = [0] * len(fleet.tasks)
+        for task in reversed(range(len(fleet.tasks))):
+            rest = [delay_of(fleet, arc, choices) + tails[arc.after] for arc in self._followers[task]]
+            tails[task] = max(rest, default=0) + duration_of(fleet, task, choices)
+        return sorted(range(len(fleet.tasks)), key=lambda task: (-tails[task], task))
+
+    def best_of_orders(self, choices: Sequence[Choice]) -> Placement:
+        """Return the shorter schedule of two orders: the longest rest first, and as the tasks are given."""
+        orders = (self.critical_order(choices), range(len(self.fleet.tasks)))
+        return min((self.schedule(choices, order) for order in orders), key=lambda placement: placement.makespan)
+
+    def schedule(self, choices: Sequence[Choice], order: Sequence[int]) -> Placement:
+        """Return the schedule that starts the tasks of an order as early as those before it allow, also in their gaps.
+
+        Arguments:
+            choices: mode and first device of every module.
+            order: all tasks; none before a task that it waits for.
+        """
+        fleet, module_of = self.fleet, self._module_of
+        masks, units = [], []
+        for modes, (mode, first) in zip(fleet.modules, choices, strict=True):
+            masks.append(((1 << modes[mode].devices) - 1) << first)
+            units.append(modes[mode].units)
+        starts, ends = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
+        placed: list[tuple[int, int, int]] = []
+        """Start, end and module of the tasks that have a place."""
+        for task in order:
+            module = module_of[task]
+            mask, spare = masks[module], fleet.units - units[module]
+            start = 0
+            for arc in self._waits[task]:
+                start = max(start, ends[arc.before] + delay_of(fleet, arc, choices))
+            duration = fleet.tasks[task].durations[choices[module][0]]
+            if duration:
+                rivals = sorted(other for other in placed if other[1] > start and masks[other[2]] & mask)
+                alone = [(begin, end) for begin, end, other in rivals if units[other] > spare]
+                beside = [
+                    (begin, end, masks[other], units[other]) for begin, end, other in rivals if units[other] <= spare
+                ]
+                while True:
+                    for begin, end in alone:
+                        if begin >= start + duration:
+                            break
+                        start = max(start, end)
+                    both = [other for other in beside if other[0] < start + duration and other[1] > start]
+                    if len(both) < 2 or _has_room(both, mask, spare):
+                        break
+                    start = min(end for _, end, _, _ in both)
+                placed.append((start, start + duration, module))
+            starts[task], ends[task] = start, start + duration
+        return Placement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
 
 
-def schedule(fleet: Fleet, choices: Sequence[Choice], order: Sequence[int]) -> Placement:
-    """Return the schedule that starts the tasks of an order as early as those before it allow, also in their gaps.
-
-    Arguments:
-        fleet: the problem.
-        choices: mode and first device of every module.
-        order: all tasks; none before a task that it waits for.
-    """
-    waits: list[list[Arc]] = [[] for _ in fleet.tasks]
-    for arc in fleet.arcs:
-        waits[arc.after].append(arc)
-    masks, units = [], []
-    for modes, (mode, first) in zip(fleet.modules, choices, strict=True):
-        masks.append(((1 << modes[mode].devices) - 1) << first)
-        units.append(modes[mode].units)
-    starts, ends = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
-    placed: list[int] = []
-    module_of = [task.module for task in fleet.tasks]
-    for task in order:
-        module = module_of[task]
-        ready = max((ends[arc.before] + delay_of(fleet, arc, choices) for arc in waits[task]), default=0)
-        duration = duration_of(fleet, task, choices)
-        rivals = [other for other in placed if masks[module_of[other]] & masks[module] and ends[other] > ready]
-        for start in sorted({ready, *(ends[other] for other in rivals)}):
-            both = [other for other in rivals if starts[other] < start + duration and ends[other] > start]
-            if _has_room(fleet, masks, units, module, [(module_of[o], starts[o], ends[o]) for o in both]):
-                break
-        starts[task], ends[task] = start, start + duration
-        if duration:
-            placed.append(task)
-    return Placement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
-
-
-def _has_room(
-    fleet: Fleet, masks: list[int], units: list[int], module: int, others: list[tuple[int, int, int]]
-) -> bool:
-    """Return whether a task of a module may run beside all of `others` (module, start, end) while they run."""
-    spare = fleet.units - units[module]
-    if sum(units[other] for other, _, _ in others) <= spare:
-        return True
-    for _, instant, _ in others:  # the use of a device grows only when a task starts
-        running = [other for other, start, end in others if start <= instant < end]
-        shared = masks[module]
+def _has_room(others: Sequence[tuple[int, int, int, int]], mask: int, spare: int) -> bool:
+    """Return whether no device of `mask` has more than `spare` units in use while `others` run."""
+    for instant, _, _, _ in others:  # the use of a device grows only when a task starts
+        running = [(other, units) for start, end, other, units in others if start <= instant < end]
+        if sum(units for _, units in running) <= spare:
+            continue
+        shared = mask
         while shared:
             device = shared & -shared
             shared ^= device
-            if sum(units[other] for other in running if masks[other] & device) > spare:
+            if sum(units for other, units in running if other & device) > spare:
                 return False
     return True
 
 
 def violations(fleet: Fleet, placement: Placement) -> list[str]:
-    """Return the broken rules of a placement, by another way than `schedule`; empty if it is valid."""
+    """Return the broken rules of a placement, by another way than `Scheduler`; empty if it is valid."""
     choices, starts = placement.choices, placement.starts
     if len(choices) != len(fleet.modules) or len(starts) != len(fleet.tasks):
         return [f"it has {len(choices)} modules and {len(starts)} tasks"]

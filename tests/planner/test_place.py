@@ -18,12 +18,11 @@ from apollo_compile.planner.placement import (
     Fleet,
     Mode,
     Placement,
+    Scheduler,
     Task,
-    critical_order,
     fits,
     groups_of,
     memory_of,
-    schedule,
     violations,
 )
 
@@ -87,9 +86,9 @@ def all_orders(fleet: Fleet) -> Iterator[tuple[int, ...]]:
 
 def shortest(fleet: Fleet) -> int | None:
     """Return the shortest makespan; None if nothing keeps the memory."""
-    orders = list(all_orders(fleet))
+    orders, scheduler = list(all_orders(fleet)), Scheduler(fleet)
     found = [
-        schedule(fleet, choices, order).makespan
+        scheduler.schedule(choices, order).makespan
         for choices in all_choices(fleet)
         if fits(fleet, choices)
         for order in orders
@@ -136,8 +135,7 @@ def test_some_of_the_limits_are_infeasible_and_some_are_not() -> None:
 def test_the_bound_of_the_pool_holds(seed: int) -> None:
     """A pool has all placements, and more."""
     fleet = random_fleet(seed)
-    choices = everywhere(fleet)
-    hint = schedule(fleet, choices, critical_order(fleet, choices))
+    hint = Scheduler(fleet).best_of_orders(everywhere(fleet))
     pool = placement_model.search(fleet, is_pool=True, hint=hint, bound=0, seconds=5)
     best = shortest(fleet)
     assert best is not None and 0 < pool.bound <= best
@@ -147,7 +145,7 @@ def test_the_bound_of_the_pool_holds(seed: int) -> None:
 def test_without_the_solver_placements_are_valid_and_no_longer_than_the_start(seed: int) -> None:
     """And the bound holds."""
     fleet = random_fleet(seed)
-    start = schedule(fleet, everywhere(fleet), critical_order(fleet, everywhere(fleet)))
+    start = Scheduler(fleet).best_of_orders(everywhere(fleet))
     placed = place(fleet, [everywhere(fleet)], seconds=0.2, use_solver=False)
     assert violations(fleet, placed.placement) == []
     best = shortest(fleet)
@@ -178,7 +176,7 @@ def test_modules_share_a_device_by_their_units() -> None:
         tasks=tuple(Task(module=module, durations=(10,)) for module in range(3)),
         arcs=(),
     )
-    assert schedule(fleet, [(0, 0)] * 3, [0, 1, 2]).starts == (0, 0, 10)
+    assert Scheduler(fleet).schedule([(0, 0)] * 3, [0, 1, 2]).starts == (0, 0, 10)
 
 
 def test_every_kind_of_broken_rule_is_found() -> None:
