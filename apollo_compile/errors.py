@@ -11,6 +11,7 @@ ApolloError
 |-- CaptureError           a CUDA graph could not be captured
 |-- RankError              this rank cannot run the plans that the ranks of its job agreed on, so it stops
 |-- PipelinePlanError      a pipeline or its plan cannot run, or breaks a limit
+|-- DeploymentError        a plan over several devices is for another model or job, or cannot be made or run
 |-- MemoryQuotaError       a lane took more memory than its quota
 |-- SampleError            the size or cost of a sample is missing or unusable
 |-- TargetError            a model or its inputs cannot be built or traced
@@ -65,6 +66,10 @@ class RankError(ApolloError, RuntimeError):
 
 class PipelinePlanError(ApolloError, ValueError):
     """A schedule or plan of a pipeline cannot run, or breaks a limit; the message names rank and micro-batch."""
+
+
+class DeploymentError(ApolloError, ValueError):
+    """A plan over several devices cannot be made, read or run; the message names the module."""
 
 
 class MemoryQuotaError(ApolloError):
