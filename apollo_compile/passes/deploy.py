@@ -199,8 +199,17 @@ def plan_deployment(work: StepWork, cluster: Cluster, *, seconds: float = 10.0) 
     return _to_deployment(work, cluster, fleet, placed.placement, placed.bound)
 
 
-def deploy_on(work: StepWork, cluster: Cluster, groups: Sequence[Group], *, bound_ns: int = 0) -> Deployment:
+def deploy_on(
+    work: StepWork, cluster: Cluster, groups: Sequence[Group], *, like: Sequence[Bar] = (), bound_ns: int = 0
+) -> Deployment:
     """Return the deployment on given groups, for example edited ones.
+
+    Arguments:
+        work: the calls of a step.
+        cluster: the devices.
+        groups: a group for every module.
+        like: bars whose order is tried first.
+        bound_ns: a known lower bound of the step of every deployment.
 
     Raises:
         ConfigError: a module has no group, or one that it cannot have.
@@ -230,7 +239,14 @@ def deploy_on(work: StepWork, cluster: Cluster, groups: Sequence[Group], *, boun
             f"device {held.index(max(held))} would hold {format_bytes(max(held))}, and has "
             f"{format_bytes(fleet.memory or 0)}: give its modules to other devices"
         )
-    placement = Scheduler(fleet).best_of_orders(choices)
+    scheduler = Scheduler(fleet)
+    found = [scheduler.best_of_orders(choices)]
+    if like:
+        start_of = {(bar.name, bar.kind): bar.start_ns for bar in like}
+        starts = [start_of.get((name, kind), 0) for name, _, kind in _labels_of(work)]
+        after = Placement(choices=tuple(choices), starts=tuple(starts), makespan=0)
+        found.insert(0, scheduler.schedule(choices, scheduler.order_of(after)))
+    placement = min(found, key=lambda each: each.makespan)
     assert not violations(fleet, placement)
     return _to_deployment(work, cluster, fleet, placement, min(bound_ns, placement.makespan))
 
@@ -428,10 +444,15 @@ def _groups_of(work: StepWork, fleet: Fleet, choices: Sequence[Choice]) -> tuple
     )
 
 
-def _to_deployment(work: StepWork, cluster: Cluster, fleet: Fleet, placement: Placement, bound: int) -> Deployment:
+def _labels_of(work: StepWork) -> list[tuple[str, str, str]]:
+    """Return name, module and kind of the planner's tasks, in their order."""
     calls = [*((call, "forward") for call in work.calls), *((call, "backward") for call in reversed(work.calls))]
     labels = [(call.name, call.module, kind) for call, kind in calls]
-    labels += [(module.name, module.name, "sum") for module in work.modules]
+    return labels + [(module.name, module.name, "sum") for module in work.modules]
+
+
+def _to_deployment(work: StepWork, cluster: Cluster, fleet: Fleet, placement: Placement, bound: int) -> Deployment:
+    placement = Scheduler(fleet).settle(placement)
     bars = [
         Bar(
             name=name,
@@ -440,7 +461,7 @@ def _to_deployment(work: StepWork, cluster: Cluster, fleet: Fleet, placement: Pl
             start_ns=start,
             end_ns=start + fleet.tasks[task].durations[placement.choices[fleet.tasks[task].module][0]],
         )
-        for task, ((name, module, kind), start) in enumerate(zip(labels, placement.starts, strict=True))
+        for task, ((name, module, kind), start) in enumerate(zip(_labels_of(work), placement.starts, strict=True))
     ]
     return Deployment(
         cluster=cluster,

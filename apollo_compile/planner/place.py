@@ -201,7 +201,8 @@ def _descend(scheduler: Scheduler, best: Placement, deadline: float) -> Placemen
                 first = min(groups_of(fleet, mode), key=lambda each: max(load[each : each + mode.devices]))
                 choices = (*best.choices[:module], (number, first), *best.choices[module + 1 :])
                 if fits(fleet, choices) and time.monotonic() < deadline:
-                    best = min(best, scheduler.best_of_orders(choices), key=_makespan)
+                    order = scheduler.critical_order(choices)
+                    best = scheduler.schedule_within(choices, order, best.makespan - 1) or best
     return best
 
 
@@ -210,7 +211,7 @@ def _improve(scheduler: Scheduler, start: Placement, bound: int, deadline: float
     fleet, rng = scheduler.fleet, random.Random(0)
     begin = last_gain = time.monotonic()
     now = best = start
-    order = _order_of(fleet, start)
+    order = scheduler.order_of(start)
     while best.makespan * (1 - GOOD) > bound and (instant := time.monotonic()) < min(
         deadline, last_gain + WITHOUT_GAIN_S
     ):
@@ -218,9 +219,10 @@ def _improve(scheduler: Scheduler, start: Placement, bound: int, deadline: float
         for choices, tried in _moves(scheduler, now, order, rng):
             if not fits(fleet, choices):
                 continue
-            found = scheduler.schedule(choices, tried)
-            if found.makespan <= now.makespan * (1 + heat * rng.random()):
-                now, order = found, _order_of(fleet, found)
+            found = scheduler.schedule_within(choices, tried, now.makespan * (1 + heat * rng.random()))
+            if found is None:
+                continue
+            now, order = found, scheduler.order_of(found)
             if _key(fleet, found) < _key(fleet, best):
                 last_gain = instant if found.makespan < best.makespan else last_gain
                 best = found
@@ -230,11 +232,6 @@ def _improve(scheduler: Scheduler, start: Placement, bound: int, deadline: float
 def _key(fleet: Fleet, placement: Placement) -> tuple[int, int]:
     """Return what is minimised: the step, then the memory of the fullest device."""
     return placement.makespan, max(memory_of(fleet, placement.choices), default=0)
-
-
-def _order_of(fleet: Fleet, placement: Placement) -> list[int]:
-    """Return the tasks by start; tasks without a duration come before those that wait for them."""
-    return sorted(range(len(fleet.tasks)), key=lambda task: (placement.starts[task], task))
 
 
 def _moves(

@@ -11,6 +11,7 @@ device is at most its memory. Times are integers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -124,12 +125,37 @@ class Scheduler:
 
     def critical_order(self, choices: Sequence[Choice]) -> list[int]:
         """Return the tasks in an order that starts those with the longest rest of the step first."""
+        tails = self._tails(choices)
+        return sorted(range(len(tails)), key=lambda task: (-tails[task], task))
+
+    def _tails(self, choices: Sequence[Choice]) -> list[int]:
+        """Return the least time from the start of every task to the end of the step."""
         fleet = self.fleet
         tails = [0] * len(fleet.tasks)
         for task in reversed(range(len(fleet.tasks))):
             rest = [delay_of(fleet, arc, choices) + tails[arc.after] for arc in self._followers[task]]
             tails[task] = max(rest, default=0) + duration_of(fleet, task, choices)
-        return sorted(range(len(fleet.tasks)), key=lambda task: (-tails[task], task))
+        return tails
+
+    def order_of(self, placement: Placement) -> list[int]:
+        """Return the tasks by start, each after those that it waits for."""
+        place = sorted(range(len(self.fleet.tasks)), key=lambda task: (placement.starts[task], task))
+        order: list[int] = []
+        done = [False] * len(place)
+        while place:
+            ready = next(task for task in place if all(done[arc.before] for arc in self._waits[task]))
+            place.remove(ready)
+            order.append(ready)
+            done[ready] = True
+        return order
+
+    def settle(self, placement: Placement) -> Placement:
+        """Return the placement with all tasks as early as their order allows."""
+        while True:
+            again = self.schedule(placement.choices, self.order_of(placement))
+            if again.starts == placement.starts:
+                return again
+            placement = again
 
     def best_of_orders(self, choices: Sequence[Choice]) -> Placement:
         """Return the shorter schedule of two orders: the longest rest first, and as the tasks are given."""
@@ -143,11 +169,18 @@ class Scheduler:
             choices: mode and first device of every module.
             order: all tasks; none before a task that it waits for.
         """
+        placement = self.schedule_within(choices, order, math.inf)
+        assert placement is not None  # no schedule is longer
+        return placement
+
+    def schedule_within(self, choices: Sequence[Choice], order: Sequence[int], limit: float) -> Placement | None:
+        """Return the schedule of an order; None if it is longer than the limit."""
         fleet, module_of = self.fleet, self._module_of
         masks, units = [], []
         for modes, (mode, first) in zip(fleet.modules, choices, strict=True):
             masks.append(((1 << modes[mode].devices) - 1) << first)
             units.append(modes[mode].units)
+        tails = self._tails(choices) if limit < math.inf else [0] * len(fleet.tasks)
         starts, ends = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
         placed: list[tuple[int, int, int]] = []
         """Start, end and module of the tasks that have a place."""
@@ -174,6 +207,8 @@ class Scheduler:
                         break
                     start = min(end for _, end, _, _ in both)
                 placed.append((start, start + duration, module))
+                if start + tails[task] > limit:
+                    return None
             starts[task], ends[task] = start, start + duration
         return Placement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
 

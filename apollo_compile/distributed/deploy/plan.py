@@ -62,7 +62,7 @@ class DeploymentPlan:
             else group
             for group in found.groups
         ]
-        return DeploymentPlan(deploy_on(found.work, found.cluster, groups, bound_ns=found.bound_ns))
+        return DeploymentPlan(deploy_on(found.work, found.cluster, groups, like=found.bars, bound_ns=found.bound_ns))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans give equal bytes. Raises `OSError` if that fails."""
@@ -83,8 +83,7 @@ class DeploymentPlan:
             raise PlanFileError(
                 f"cannot read a deployment plan from {path}: {error}; expected a file that save() wrote"
             ) from error
-        again = deploy_on(found.work, found.cluster, found.groups, bound_ns=found.bound_ns)
-        return cls(found if again.step_ns >= found.step_ns and again.groups == found.groups else again)
+        return cls(deploy_on(found.work, found.cluster, found.groups, like=found.bars, bound_ns=found.bound_ns))
 
     def diff(self, other: DeploymentPlan) -> str:
         """Return what differs in another plan: groups, step and memory."""
