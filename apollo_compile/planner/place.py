@@ -2,9 +2,9 @@
 
     place(fleet, starts, seconds=...) -> Placed
 
-The search begins with the given choices. CP-SAT on a pool of devices (`placement_model.py`) gives a lower bound, and
-numbers of devices for which places are found here; for small fleets CP-SAT on devices improves the result, and may
-prove it; a local search changes modes, places and order. All schedules come from `placement.Scheduler`.
+The search begins with given choices. For small fleets CP-SAT on devices (`placement_model.py`) improves them, and may
+prove the result. For large ones CP-SAT on a pool of devices gives a lower bound, and descents and a local search change
+modes, places and order. All schedules come from `placement.Scheduler`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from apollo_compile.planner.placement import (
 DEVICES_SHARE = 0.7
 """Share of the time for CP-SAT on the devices of a small fleet."""
 
-DESCENTS_SHARE, POOL_SHARE = 0.4, 0.2
+DESCENTS_SHARE, POOL_SHARE = 0.4, 0.25
 """Shares of the time for a large fleet: for descents, and for CP-SAT on the pool."""
 
 DESCENTS = 3
@@ -106,8 +106,6 @@ def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, u
         if bound < best.makespan:
             pool = placement_model.search(fleet, is_pool=True, hint=best, bound=bound, seconds=seconds * POOL_SHARE)
             bound = pool.bound
-            if pool.choices and (choices := _find_places(fleet, pool.choices, pool.order)):
-                best = min(best, scheduler.schedule(choices, pool.order), key=_makespan)
     best = _improve(scheduler, best, bound, begin + seconds)
     return Placed(placement=best, bound=min(bound, best.makespan))
 
@@ -156,30 +154,6 @@ def _count_intervals(fleet: Fleet) -> int:
     return sum(
         len(groups_of(fleet, mode)) * mode.devices for task in fleet.tasks for mode in fleet.modules[task.module]
     )
-
-
-def _find_places(fleet: Fleet, modes: Sequence[Choice], order: Sequence[int]) -> tuple[Choice, ...] | None:
-    """Return choices with the modes of a solution of the pool: groups that are free when the module begins."""
-    first_of: dict[int, int] = {}
-    free, held = [0] * fleet.devices, [0] * fleet.devices
-    for task in order:
-        module = fleet.tasks[task].module
-        number = modes[module][0]
-        mode = fleet.modules[module][number]
-        if module not in first_of:
-            spots = [
-                (max(free[first : first + mode.devices]), sum(free[first : first + mode.devices]), first)
-                for first in groups_of(fleet, mode)
-                if fleet.memory is None or max(held[first : first + mode.devices]) + mode.memory <= fleet.memory
-            ]
-            if not spots:
-                return None
-            first_of[module] = min(spots)[2]
-            for device in range(first_of[module], first_of[module] + mode.devices):
-                held[device] += mode.memory
-        for device in range(first_of[module], first_of[module] + mode.devices):
-            free[device] += fleet.tasks[task].durations[number] * mode.units
-    return tuple((mode, first_of.get(module, 0)) for module, (mode, _) in enumerate(modes))
 
 
 # ------------------------------------------------------------------------------------------------------- local search

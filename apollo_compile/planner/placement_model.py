@@ -109,6 +109,7 @@ def _solve(cp: cp_model.CpModel, seconds: float) -> tuple[cp_model.CpSolver, cp_
     solver.parameters.num_workers = min(8, len(os.sched_getaffinity(0)))
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.relative_gap_limit = GOOD
+    solver.parameters.cp_model_probing_level = 0  # halves the time to the first bound of a large pool
     solver.parameters.catch_sigint_signal = False
     status = solver.solve(cp)
     if status == cp_model.MODEL_INVALID:
