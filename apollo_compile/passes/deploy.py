@@ -3,12 +3,11 @@
     plan_deployment(work, cluster) -> Deployment;  deploy_on(work, cluster, groups) -> Deployment
 
 A module takes an aligned group of devices (1, 2, 4, ... or all), over which the samples of a batch are divided, and
-some units of each device. Its calls run there, forward and backward, and then its gradients are summed over the
-group, and its parameters are updated on every device of it.
-A call begins when its inputs have arrived: between different groups they travel, forward outputs and backward
-gradients alike, and every device of the smaller group moves its share. A sum of gradients takes the units of its group,
-which is pessimistic where it overlaps with other work. On a device, memory holds the state of its modules, and the
-activations of its share of every call.
+some units of each device. Its calls run there, forward and backward; then its gradients are summed over the group, and
+its parameters are updated on every device of it. A call begins when its inputs have arrived: between different groups
+they travel, forward outputs and backward gradients alike, and every device of the smaller group moves its share. A sum
+of gradients takes the units of its group, which is pessimistic where it overlaps with other work. On a device, memory
+holds the state of its modules, and the activations of its share of every call.
 
 Baselines, from which the search begins and which the result is compared with:
     data parallel   every module on all devices, one after the other
@@ -372,8 +371,13 @@ def _waves(fleet: Fleet, levels: Sequence[int]) -> tuple[Choice, ...]:
     found: dict[int, Choice] = {}
     for level in sorted(set(level_of.values())):
         members = sorted(module for module in level_of if level_of[module] == level)
-        for first in range(0, len(members), fleet.devices):  # a wave has at most one module per device
-            found |= _wave(fleet, members[first : first + fleet.devices], modes_of)
+        wave: list[int] = []
+        for module in members:
+            if sum(min(modes_of[each]) for each in (*wave, module)) > fleet.devices:
+                found |= _wave(fleet, wave, modes_of)
+                wave = []
+            wave.append(module)
+        found |= _wave(fleet, wave, modes_of)
     return tuple(found[module] for module in range(len(fleet.modules)))
 
 
@@ -400,10 +404,7 @@ def _wave(fleet: Fleet, members: Sequence[int], modes_of: Mapping[int, Mapping[i
             growing.discard(module)
     found, first = {}, 0
     for module in sorted(members, key=lambda each: (-sizes[each], each)):  # larger groups first: all are aligned
-        found[module] = (
-            modes_of[module][sizes[module]],
-            min(first, fleet.devices - sizes[module]) // sizes[module] * sizes[module],
-        )
+        found[module] = (modes_of[module][sizes[module]], first)
         first += sizes[module]
     return found
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
+import apollo_compile
+from apollo_compile.cost_model.collectives import Link
 from tests.distributed import deploy_work as work
 
 pytestmark = pytest.mark.skipif(
@@ -106,7 +109,6 @@ def test_gradients_accumulate(ranks: list[dict[str, Any]]) -> None:
         ("other model", "DeploymentError: the plan is for another model: there is no module 'pair'"),
         ("small batch", "DeploymentError: module 'pair' got 1 samples for 2 devices"),
         ("unused", "DeploymentError: output 0 of module 'pair' was not used when the plan was made"),
-        ("shared module", "DeploymentError: 'text' and 'image' share a parameter, which only one of them can have"),
         ("tied", "DeploymentError: 'text' and 'image' share a parameter"),
         ("batch norm", "ConfigError: module 'image' cannot have 2 devices with 1 units"),
     ],
@@ -115,3 +117,42 @@ def test_mistakes_are_errors_on_both_ranks(ranks: list[dict[str, Any]], name: st
     """That say what is wrong."""
     for rank in ranks:
         assert rank["errors"][name].startswith(text)
+
+
+def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_was() -> None:
+    """From its own times, and a given link; gradients, statistics and random numbers are not touched."""
+    torch.manual_seed(0)
+    towers = work.Towers(2, 2)
+    towers.text = nn.Sequential(nn.Linear(work.WIDTH, work.WIDTH), nn.BatchNorm1d(work.WIDTH), nn.Dropout(0.5))
+    batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
+    towers.scale.grad = torch.tensor(3.0)
+    before = {name: value.clone() for name, value in towers.state_dict().items()}
+    state = torch.get_rng_state()
+    plan = apollo_compile.deploy(
+        towers, batch, mesh=4, loss_fn=work.diagonal_loss, link=Link(1e-5, 1e10), modules=["image", "text"], seconds=1
+    )
+    assert str(plan).startswith("deployment on 4 devices of ") and " simulated: " in str(plan)
+    calls = {call.name: [time.devices for time in call.times] for call in plan.deployment.work.calls}
+    assert calls == {"image": [1, 2, 4], "text": [1], "code between the modules": [4]}
+    torch.testing.assert_close(towers.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert towers.scale.grad == 3 and towers.image[0][0].weight.grad is None  # type: ignore[index]
+    assert "forward" not in towers.image.__dict__
+
+
+def test_what_a_small_module_passes_on_is_read_too() -> None:
+    """It stays with the code between the others."""
+    torch.manual_seed(0)
+    chain = work.Chain()
+    chain.encoder = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 4)
+    chain.reader = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 4)
+    chain.small = nn.Identity()
+    chain.forward = lambda image, text: chain.reader(chain.small(chain.encoder(image))) @ text.T  # type: ignore[method-assign]
+    batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
+    plan = apollo_compile.deploy(chain, batch, mesh=2, loss_fn=work.diagonal_loss, link=Link(1e-5, 1e10), seconds=1)
+    inputs = {call.name: call.inputs for call in plan.deployment.work.calls}
+    assert inputs == {
+        "encoder": (),
+        "reader": ("encoder",),
+        "code between the modules": ("encoder", "reader"),
+    }

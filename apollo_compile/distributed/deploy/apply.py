@@ -86,10 +86,9 @@ class _Placed:
     group: dist.ProcessGroup | None
     """Its group, if there are several ranks in it and this is one of them."""
     rank: int
-    outputs: list[tuple[int, ...]]
-    """By call in a forward, which tensors of the output are used."""
+    outputs: frozenset[int]
+    """Which tensors of the output are used."""
     is_inside: bool = False
-    calls: int = 0
     known: dict[Any, Any] = field(default_factory=dict)
     """By inputs, the output with `_Leaf` in place of tensors."""
 
@@ -111,8 +110,6 @@ class _Placed:
         """Compute the module, or receive its output."""
         if self.is_inside:
             return self.original(*args, **kwargs)
-        number = self.calls % len(self.outputs)
-        self.calls += 1
         leaves, structure, build = flatten((_arrived(args), _arrived(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         samples = next((each.shape[0] for each in tensors if each.dim()), 0)
@@ -127,14 +124,15 @@ class _Placed:
             token, *entered = _Enter.apply(self, samples, *(leaves[index] for index in moving))  # type: ignore[no-untyped-call]
             for index, value in zip(moving, entered, strict=True):
                 leaves[index] = value
-        key = (number, structure, tuple((tuple(t.shape), t.dtype) for t in tensors), token.requires_grad, len(moving))
+        key = (structure, tuple((tuple(t.shape), t.dtype) for t in tensors), token.requires_grad, len(moving))
         made: Any = None
         if self.is_member:
             own_args, own_kwargs = build([self._share_of(leaf, samples) for leaf in leaves])
             made = self._compute(own_args, own_kwargs)
         known = self._describe(key, made, samples)
         specs, _, rebuild = flatten(known)
-        sent = self._used(specs, number)
+        tensors_at = [index for index, spec in enumerate(specs) if isinstance(spec, _Leaf)]
+        sent = [index for place, index in enumerate(tensors_at) if place in self.outputs]
         values, _, _ = flatten(made) if self.is_member else ([None] * len(specs), "", None)
         works: list[list[dist.Work]] = []
         results = (
@@ -144,14 +142,12 @@ class _Placed:
             if sent
             else ()
         )
-        found = [_Missing(self.name, index) if isinstance(spec, _Leaf) else spec for index, spec in enumerate(specs)]
+        found = list(specs)
+        for place, index in enumerate(tensors_at):
+            found[index] = _Missing(self.name, place)
         for index, result, pending in zip(sent, results, works, strict=True):
             found[index] = _under_way(result, pending)
         return rebuild(found)
-
-    def _used(self, specs: Sequence[Any], number: int) -> list[int]:
-        tensors = [index for index, spec in enumerate(specs) if isinstance(spec, _Leaf)]
-        return [index for place, index in enumerate(tensors) if place in self.outputs[number]]
 
     def _share_of(self, leaf: Any, samples: int) -> Any:
         """Return this rank's samples of a tensor that has as many as the first input; anything else as it is."""
@@ -338,7 +334,7 @@ def apply_deployment(deployment: Deployment, model: nn.Module, everyone: dist.Pr
         )
     if model in _placed:
         raise DeploymentError("a plan has been applied to this model; build the model again to apply another")
-    groups = [group for group in deployment.groups if any(c.outputs for c in _calls_of(deployment, group))]
+    groups = [group for group in deployment.groups if _outputs_of(deployment, group)]
     found = []
     modules = dict(model.named_modules())
     if unknown := [group.module for group in groups if group.module not in modules]:
@@ -356,7 +352,7 @@ def apply_deployment(deployment: Deployment, model: nn.Module, everyone: dist.Pr
             everyone=everyone,
             group=made[ranks] if rank in ranks else None,
             rank=rank,
-            outputs=[call.outputs for call in _calls_of(deployment, group)],
+            outputs=_outputs_of(deployment, group),
         )
         found.append(placed)
         if not placed.is_member:
@@ -366,8 +362,10 @@ def apply_deployment(deployment: Deployment, model: nn.Module, everyone: dist.Pr
     return model
 
 
-def _calls_of(deployment: Deployment, group: Group) -> list[Any]:
-    return [call for call in deployment.work.calls if call.module == group.module]
+def _outputs_of(deployment: Deployment, group: Group) -> frozenset[int]:
+    """Return which output tensors of a module are used; none are of the code between the modules."""
+    calls = (call for call in deployment.work.calls if call.module == group.module)
+    return frozenset(index for call in calls for index in call.outputs)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

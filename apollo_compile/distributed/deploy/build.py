@@ -9,9 +9,11 @@ The code between the modules runs on every rank with the whole batch. The first 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,8 +38,8 @@ REST = "code between the modules"
 LEAST_SHARE = 0.02
 """Share of the time of all modules below which a module stays with the code between them."""
 
-REPEATS, WARM_UPS = 5, 2
-"""Timed calls of a module, of which the median counts, and calls before them."""
+WARM_UPS, LEAST, MOST, BUDGET_NS = 2, 5, 25, 200_000_000
+"""Calls of a module before it is timed; least and most timed calls, of which the median counts; their time, about."""
 
 WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules whose result for a sample depends on the others, so that samples are not divided."""
@@ -82,28 +84,45 @@ def deploy(
     if isinstance(mesh, int) and link is None:
         raise DeploymentError("a simulation on a number of devices needs a link: pass link=Link(latency, bandwidth)")
     names = _names_of(model, modules)
-    trace = _trace(model, batch, loss_fn, names)
-    watch = _Watch(group, trace.device)
-    times = {record.name: _time_call(record, trace.samples, size, watch) for record in trace.calls}
-    whole = watch.median(lambda: _step(model, batch, loss_fn), (model,), is_alone=True)
-    updates = {name: _time_update(model.get_submodule(name), optimizer_states, watch) for name in names}
-    plan: list[Any] = [None]
-    if link is None:
-        link = _measure_link(group, trace.device) if size > 1 else Link(0.0, 1.0)
-    if group is None or dist.get_rank(group) == 0:
-        cluster = Cluster(
-            devices=size, units=watch.units, memory_bytes=memory, link=link, is_measured=not isinstance(mesh, int)
-        )
-        try:
-            work = _to_work(model, trace, times, whole, updates, cluster, optimizer_states)
-            plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
-        except ApolloError as error:
-            plan = [error]
+    with _unchanged(model):
+        trace = _trace(model, batch, loss_fn, names)
+        watch = _Watch(group, trace.device)
+        times = {record.name: _time_call(record, trace.samples, size, watch) for record in trace.calls}
+        whole = watch.median(lambda: _step(model, batch, loss_fn), (model,), is_alone=True)
+        updates = {name: _time_update(model.get_submodule(name), optimizer_states, watch) for name in names}
+        plan: list[Any] = [None]
+        if link is None:
+            link = _measure_link(group, trace.device) if size > 1 else Link(0.0, 1.0)
+        if group is None or dist.get_rank(group) == 0:
+            cluster = Cluster(
+                devices=size, units=watch.units, memory_bytes=memory, link=link, is_measured=not isinstance(mesh, int)
+            )
+            try:
+                work = _to_work(model, trace, times, whole, updates, cluster, optimizer_states)
+                plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
+            except ApolloError as error:
+                plan = [error]
     if group is not None:
         dist.broadcast_object_list(plan, group=group, group_src=0)
     if isinstance(plan[0], Exception):
         raise plan[0]
     return DeploymentPlan(from_json(Deployment, plan[0]))
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers and random numbers in the end."""
+    grads = [(each, each.grad) for each in model.parameters()]
+    buffers = [(each, each.clone()) for each in model.buffers()]
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            for parameter, grad in grads:
+                parameter.grad = grad
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
 
 def group_of(mesh: DeviceMesh | int | None) -> dist.ProcessGroup | None:
@@ -290,42 +309,47 @@ class _Watch:
         )
 
     def median(self, work: Callable[[], Any], modules: Sequence[nn.Module], *, is_alone: bool) -> tuple[int, int]:
-        """Return nanoseconds of the forward and the backward of `work`, which returns tensors; leaves no gradients.
+        """Return nanoseconds of the forward and the backward of `work`, which returns tensors.
 
         Arguments:
             work: the forward.
             modules: what it runs.
             is_alone: whether a rank would run it alone; else the slowest rank of every repetition counts.
         """
-        before = [(p, p.grad) for module in modules for p in module.parameters()]
-        states = [(b, b.clone()) for module in modules for b in module.buffers()]
-        for _ in range(WARM_UPS + REPEATS):
-            if self._group is not None:
-                dist.barrier(group=self._group)
-            self._stopwatch.begin()
-            outputs = [each for each in leaves_of(work()) if isinstance(each, torch.Tensor) and each.requires_grad]
-            self._stopwatch.end("forward")
-            grads = [torch.ones_like(each) for each in outputs]
-            for parameter, _ in before:
-                parameter.grad = None
-            self._stopwatch.begin()
-            if outputs:
-                torch.autograd.backward(outputs, grads)
-            self._stopwatch.end("backward")
-        for parameter, grad in before:
-            parameter.grad = grad
-        with torch.no_grad():
-            for buffer, state in states:
-                buffer.copy_(state)
-        spans = torch.tensor(
-            [ns for _, ns in self._stopwatch.read()[2 * WARM_UPS :]], dtype=torch.float64, device=self._device
-        ).reshape(REPEATS, 2)
+        parameters = [each for module in modules for each in module.parameters()]
+        for _ in range(WARM_UPS):
+            self._once(work, parameters)
+        warm = torch.tensor([span for _, span in self._stopwatch.read()[-2:]], dtype=torch.float64, device=self._device)
+        repeats = min(max(round(BUDGET_NS / max(1.0, self._slowest(warm).sum().item())), LEAST), MOST)
+        for _ in range(repeats):
+            self._once(work, parameters)
+        spans = torch.tensor([ns for _, ns in self._stopwatch.read()], dtype=torch.float64, device=self._device)
+        spans = spans.reshape(repeats, 2)
         if is_alone:
             spans = spans.median(dim=0, keepdim=True).values
+        forward_ns, backward_ns = self._slowest(spans).median(dim=0).values.tolist()
+        return round(forward_ns), round(backward_ns)
+
+    def _once(self, work: Callable[[], Any], parameters: Sequence[nn.Parameter]) -> None:
+        """Time one forward and backward; all ranks begin together."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
+        self._stopwatch.begin()
+        outputs = [each for each in leaves_of(work()) if isinstance(each, torch.Tensor) and each.requires_grad]
+        self._stopwatch.end("forward")
+        grads = [torch.ones_like(each) for each in outputs]
+        for parameter in parameters:
+            parameter.grad = None
+        self._stopwatch.begin()
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+        self._stopwatch.end("backward")
+
+    def _slowest(self, spans: torch.Tensor) -> torch.Tensor:
+        """Return the largest value of all ranks, by element."""
         if self._group is not None:
             dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=self._group)
-        forward_ns, backward_ns = spans.median(dim=0).values.tolist()
-        return round(forward_ns), round(backward_ns)
+        return spans
 
 
 def _step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -388,7 +412,7 @@ def _measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link
     times = []
     for num_bytes in MESSAGES:
         message = torch.zeros(num_bytes // 4, device=device)
-        spans = torch.empty(WARM_UPS + 4 * REPEATS, dtype=torch.float64, device=device)
+        spans = torch.empty(WARM_UPS + MOST, dtype=torch.float64, device=device)
         for index in range(len(spans)):
             dist.barrier(group=group)
             begin = time.perf_counter()
@@ -424,7 +448,12 @@ def _to_work(
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
     names = {call.name for call in kept}
-    calls = [_to_call(call, trace, times[call.name], names, cluster) for call in kept]
+    read_by: dict[str, tuple[str, ...]] = {}
+    """By call, the kept calls that it reads, also through others."""
+    for call in trace.calls:
+        found = [(name,) if name in names else read_by[name] for name in call.inputs]
+        read_by[call.name] = tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+    calls = [_to_call(call, trace, times[call.name], read_by[call.name], cluster) for call in kept]
     rest = [
         max(0, total - sum(getattr(alone[call.name], f"{kind}_ns") for call in kept))
         for kind, total in zip(("forward", "backward"), whole, strict=True)
@@ -454,7 +483,9 @@ def _used(trace: _Trace, call: _Record) -> tuple[int, ...]:
     return tuple(index for index in range(len(call.outputs)) if (call.name, index) in trace.read)
 
 
-def _to_call(call: _Record, trace: _Trace, times: Sequence[CallTime], names: set[str], cluster: Cluster) -> Call:
+def _to_call(
+    call: _Record, trace: _Trace, times: Sequence[CallTime], inputs: tuple[str, ...], cluster: Cluster
+) -> Call:
     """Return a call whose times include the transfer of its outputs, and of gradients of inputs, to all ranks."""
     used = _used(trace, call)
     sent = sum(call.outputs[index].nbytes for index in used)
@@ -467,7 +498,7 @@ def _to_call(call: _Record, trace: _Trace, times: Sequence[CallTime], names: set
     return Call(
         name=call.name,
         module=call.module_name,
-        inputs=tuple(name for name in call.inputs if name in names),
+        inputs=inputs,
         output_bytes=0,
         activation_bytes=_activations(call),
         outputs=used,

@@ -15,7 +15,7 @@ from apollo_compile.passes.deploy import Bar, Deployment, Group
 from apollo_compile.reports.colors import COLORS
 from apollo_compile.units import format_ns
 
-WIDTH, LEFT, TOP = 960, 130, 46
+WIDTH, LEFT, RIGHT, TOP = 960, 130, 36, 46
 ROW, GAP = 44, 6
 LETTER = 6.2
 """Width of a letter, about."""
@@ -36,9 +36,9 @@ def render_svg(plan: Deployment) -> str:
     kind = "" if plan.cluster.is_measured else "simulated, "
     title = f"a step of {format_ns(plan.step_ns)} ({kind}at most {plan.gap:.1%} above the best possible)"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 10} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + RIGHT} {height}" '
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="{LEFT + WIDTH + 10}" height="{height}" fill="#ffffff"/>',
+        f'<rect width="{LEFT + WIDTH + RIGHT}" height="{height}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
     ]
     for index, (label, groups) in enumerate(rows):

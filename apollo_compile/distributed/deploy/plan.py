@@ -1,11 +1,12 @@
 """Deployment plans for users: print, draw, edit, save, compare, apply.
 
 str(plan);  plan.to_svg();  plan.to_dot();  plan.move("text", first=1, devices=1);  plan.save(path)
-DeploymentPlan.load(path);  plan.diff(other);  plan.apply(model, mesh)
+DeploymentPlan.load(path);  plan.diff(other);  plan.apply(model, mesh);  plan.full_state_dict(model)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from apollo_compile.passes.deploy import Deployment, deploy_on
 from apollo_compile.store.files import FileFormat
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -108,7 +109,7 @@ class DeploymentPlan:
             mesh: the devices: a mesh with one dimension; None for all ranks of the job.
 
         Raises:
-            DeploymentError: the plan is for another model or number of devices, or was simulated with shares of units.
+            DeploymentError: the plan is for another model or number of devices.
         """
         from apollo_compile.distributed.deploy.apply import apply_deployment
         from apollo_compile.distributed.deploy.build import group_of
@@ -116,3 +117,9 @@ class DeploymentPlan:
         group = group_of(mesh)
         assert group is not None
         return apply_deployment(self.deployment, model, group)
+
+    def full_state_dict(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the parameters and buffers of all modules of a model that runs as planned; all ranks call it."""
+        from apollo_compile.distributed.deploy.apply import full_state_dict
+
+        return full_state_dict(model)
