@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from apollo_compile.config import known_options
+    from apollo_compile.distributed.deploy.build import deploy
+    from apollo_compile.distributed.deploy.plan import DeploymentPlan
     from apollo_compile.distributed.fill_bubbles import BubbleEncoder, fill_bubbles
     from apollo_compile.distributed.loader.costs import ModuleCosts
     from apollo_compile.distributed.loader.ranks import share_costs, weigh_loss
@@ -27,10 +29,12 @@ __all__ = [
     "BalancedBatchSampler",
     "BalancedStreamSampler",
     "BubbleEncoder",
+    "DeploymentPlan",
     "ModuleCosts",
     "Report",
     "StageTimes",
     "compile_step",
+    "deploy",
     "explain",
     "explain_step",
     "fill_bubbles",
@@ -47,10 +51,12 @@ _MODULES = {
     "BalancedBatchSampler": "apollo_compile.distributed.loader.sampler",
     "BalancedStreamSampler": "apollo_compile.distributed.loader.stream",
     "BubbleEncoder": "apollo_compile.distributed.fill_bubbles",
+    "DeploymentPlan": "apollo_compile.distributed.deploy.plan",
     "ModuleCosts": "apollo_compile.distributed.loader.costs",
     "Report": "apollo_compile.reports.report",
     "StageTimes": "apollo_compile.distributed.pipeline.values",
     "compile_step": "apollo_compile.step",
+    "deploy": "apollo_compile.distributed.deploy.build",
     "explain": "apollo_compile.tools.explain",
     "explain_step": "apollo_compile.tools.explain_step",
     "fill_bubbles": "apollo_compile.distributed.fill_bubbles",

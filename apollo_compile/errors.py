@@ -12,6 +12,7 @@ ApolloError
 |-- RankError              this rank cannot run the plans that the ranks of its job agreed on, so it stops
 |-- PipelinePlanError      a pipeline or its plan cannot run, or breaks a limit
 |-- ClusterError           a cluster, its jobs, or a plan for them cannot be read or run
+|-- DeploymentError        a plan over several devices is for another model or job, or cannot be made or run
 |-- MemoryQuotaError       a lane took more memory than its quota
 |-- SampleError            the size or cost of a sample is missing or unusable
 |-- TargetError            a model or its inputs cannot be built or traced
@@ -70,6 +71,10 @@ class PipelinePlanError(ApolloError, ValueError):
 
 class ClusterError(ApolloError, ValueError):
     """A cluster, its jobs or a plan for them cannot be read or run; the message names the file and line, or the job."""
+
+
+class DeploymentError(ApolloError, ValueError):
+    """A plan over several devices cannot be made, read or run; the message names the module."""
 
 
 class MemoryQuotaError(ApolloError):

@@ -6,7 +6,7 @@
 segments, lanes, quotas, predicted and measured times; (c) loss and gradients against eager; (d) the table eager,
 Inductor and its max-autotune mode, apollo on one lane, apollo, measured interleaved in processes of their own; (e) in
 the same way, whole steps with AdamW: the loop over micro-batches in eager and on apollo, and `compile_step`. Exit code
-1: wrong numbers.
+1: wrong numbers. With `--ranks 2`, two processes train as a deployment plan says instead (`examples/deploy.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,9 @@ LINES = 10
 def main(arguments: list[str] | None = None) -> int:
     """Train, report, compare, measure; return the exit code."""
     args = _parse(arguments)
+    if args.ranks:
+        command = f"-m torch.distributed.run --standalone --nproc-per-node {args.ranks} -m examples.deploy --compare"
+        return subprocess.call([sys.executable, *command.split()])
     logging.basicConfig(format="   %(message)s", stream=sys.stderr)
     logging.getLogger("apollo_compile").setLevel(logging.INFO)
     begin = time.perf_counter()
@@ -152,6 +156,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         default=list(VARIANTS),
         help="what to measure, e.g. eager,apollo; all five by default",
     )
+    parser.add_argument("--ranks", type=int, help="instead, train CLIP on so many processes by a deployment plan")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of the measurement, three timed steps each")
     parser.add_argument(
         "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"

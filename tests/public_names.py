@@ -78,6 +78,18 @@ def train_pipeline(schedule: Schedule1F1B, encoder: nn.Sequential, images: list[
     return None if measured.prediction is None else measured.prediction.durations.times.forward_ns
 
 
+def train_deployed(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path) -> Mapping[str, torch.Tensor]:
+    """Plan which devices compute which modules, and run the model so."""
+    plan: apollo_compile.DeploymentPlan = apollo_compile.deploy(
+        model, batch, loss_fn=lambda output: nn.functional.cross_entropy(output, batch["y"]), seconds=1.0
+    )
+    plan.move("encoder", first=0, devices=2).save(folder / "plan.json")
+    edited = apollo_compile.DeploymentPlan.load(folder / "plan.json")
+    print(plan.diff(edited), edited.to_svg(), edited.to_dot())
+    deployed: nn.Module = edited.apply(model)
+    return edited.full_state_dict(deployed)
+
+
 def balance_stream(keys: Iterator[int]) -> list[list[int]]:
     """The same for samples that come one by one."""
     stream = ((key, (1e-3, 2e-3)) for key in keys)

@@ -128,7 +128,9 @@ def test_private_attributes_of_torch_are_used_in_one_package_only(path: Path) ->
 def test_ortools_is_imported_by_the_solver_and_the_bound_only(path: Path) -> None:
     """It is large, and a schedule is found without."""
     found = [name for name in imported(tree_of(path)) if name.split(".")[0] == "ortools"]
-    assert not found or (path.parent.name == "planner" and path.stem in ("bounds", "cp_sat", "model"))
+    assert not found or (
+        path.parent.name == "planner" and path.stem in ("bounds", "cp_sat", "model", "placement_model")
+    )
 
 
 @parametrize_files()
@@ -237,11 +239,11 @@ BUDGETS = {
     "autotune": 1_250,
     "cluster": 1_500,
     "device": 5_600,
-    "distributed": 3_800,
+    "distributed": 5_000,
     "ir": 1_900,
     "operators": 1_250,
-    "passes": 2_360,
-    "planner": 3_100,
+    "passes": 2_850,
+    "planner": 3_950,
     "reports": 2_950,
     "session": 5_950,
     "store": 950,

@@ -2,6 +2,7 @@
 
     solve_apart(problem, effort) -> Solution    `solve.solve` in the subprocess
     bound_apart(problem) -> int                 `bounds.lower_bound` in the subprocess
+    place_apart(fleet, starts, ...) -> Placed   `place.place` in the subprocess
 
 The process starts with the first request, serves all later ones, and ends with its parent, or after `IDLE_S` without a
 request. OR-Tools is imported there only, and its work does not hold the parent's GIL. Requests are pickled, answers are
@@ -34,7 +35,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -42,6 +43,8 @@ from typing import Any
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.planner.bounds import lower_bound
+from apollo_compile.planner.place import Placed, place
+from apollo_compile.planner.placement import Choice, Fleet, violations
 from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import execute
 from apollo_compile.planner.solve import Effort, Solution, solve
@@ -97,6 +100,30 @@ def bound_apart(problem: Problem) -> int:
     except _ProcessError as error:
         _warn(error, "using a weaker bound")
         return lower_bound(problem, use_program=False)
+
+
+def place_apart(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float) -> Placed:
+    """Return the best placement found within a time; `place.place` has the arguments.
+
+    Raises:
+        InfeasiblePlanError: no placement keeps the memory.
+    """
+    try:
+        answer = _ask({"fleet": fleet, "starts": starts, "seconds": seconds}, seconds + GRACE_S)
+        if "infeasible" in answer:
+            raise InfeasiblePlanError(str(answer["infeasible"]))
+        try:
+            placed = from_json(Placed, answer.get("placed"))
+        except ValueError as error:
+            raise _ProcessError(str(error)) from error
+        if broken := violations(fleet, placed.placement):
+            raise _ProcessError(f"its placement breaks a rule: {broken[0]}")
+        if not 0 <= placed.bound <= placed.placement.makespan:
+            raise _ProcessError(f"its bound {placed.bound} is above its makespan {placed.placement.makespan}")
+        return placed
+    except _ProcessError as error:
+        _warn(error, "searching without it")
+        return place(fleet, starts, seconds=seconds, use_solver=False)
 
 
 def _warn(error: _ProcessError, instead: str) -> None:
@@ -309,7 +336,8 @@ def serve(fd: int) -> None:
             channel.settimeout(IDLE_S)
             length = int.from_bytes(_read(channel, _LENGTH_BYTES, None), "little")
             request = pickle.loads(_read(channel, length, None))
-            answer = {**_answer(**request), "warnings": warnings.lines[:]}
+            reply = _place if "fleet" in request else _answer
+            answer = {**reply(**request), "warnings": warnings.lines[:]}
             warnings.lines.clear()
             _send(channel, json.dumps(answer).encode())
 
@@ -326,6 +354,17 @@ def _answer(problem: Problem, effort: Effort | None) -> dict[str, Any]:
     except InfeasiblePlanError as error:
         return {"infeasible": str(error), **note}
     except Exception as error:  # the parent logs it and plans without this process
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _place(fleet: Fleet, starts: Sequence[Sequence[Choice]], seconds: float) -> dict[str, Any]:
+    missing = _import_error_of_solver()
+    note = {"without_solver": missing} if missing else {}
+    try:
+        return {"placed": to_json(place(fleet, starts, seconds=seconds, use_solver=not missing)), **note}
+    except InfeasiblePlanError as error:
+        return {"infeasible": str(error), **note}
+    except Exception as error:  # the parent logs it and searches without this process
         return {"error": f"{type(error).__name__}: {error}"}
 
 

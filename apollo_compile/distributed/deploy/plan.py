@@ -1,0 +1,125 @@
+"""Deployment plans for users: print, draw, edit, save, compare, apply.
+
+str(plan);  plan.to_svg();  plan.to_dot();  plan.move("text", first=1, devices=1);  plan.save(path)
+DeploymentPlan.load(path);  plan.diff(other);  plan.apply(model, mesh);  plan.full_state_dict(model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apollo_compile.distributed.deploy.picture import render_dot, render_svg
+from apollo_compile.distributed.deploy.text import format_deployment, format_difference
+from apollo_compile.errors import DeploymentError, PlanFileError
+from apollo_compile.passes.deploy import Deployment, deploy_on
+from apollo_compile.store.files import FileFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    deployment: Deployment
+
+
+_FORMAT = FileFormat(kind="deployment plan", number=1, content=_Content, max_bytes=64 * 2**20)
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentPlan:
+    """A plan of which devices compute which modules; prints as text."""
+
+    deployment: Deployment
+
+    def __str__(self) -> str:
+        """Return the plan as a table, with its baselines."""
+        return format_deployment(self.deployment)
+
+    def move(self, module: str, *, first: int, devices: int, units: int | None = None) -> DeploymentPlan:
+        """Return the plan with another group for a module, and the step that it predicts.
+
+        Arguments:
+            module: name of the module.
+            first: first device, a multiple of `devices`.
+            devices: number of devices.
+            units: units of each device; None keeps them.
+
+        Raises:
+            ConfigError: there is no such module, or it cannot have this group.
+            InfeasiblePlanError: a device would hold more than its memory.
+        """
+        found = self.deployment
+        if module not in {group.module for group in found.groups}:
+            names = ", ".join(group.module for group in found.groups)
+            raise DeploymentError(f"the plan has no module {module!r}; it has {names}")
+        groups = [
+            replace(group, first=first, devices=devices, units=group.units if units is None else units)
+            if group.module == module
+            else group
+            for group in found.groups
+        ]
+        return DeploymentPlan(deploy_on(found.work, found.cluster, groups, like=found.bars, bound_ns=found.bound_ns))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; equal plans give equal bytes. Raises `OSError` if that fails."""
+        _FORMAT.write(Path(path), _Content(deployment=self.deployment))
+
+    @classmethod
+    def load(cls, path: str | Path) -> DeploymentPlan:
+        """Return the plan in a file, whose groups may have been edited; what they predict is computed again.
+
+        Raises:
+            PlanFileError: the file cannot be read or is not a deployment plan.
+            ConfigError: a module has no group, or one that it cannot have.
+            InfeasiblePlanError: the groups exceed the memory of a device.
+        """
+        try:
+            found = _FORMAT.read(Path(path)).deployment
+        except (OSError, ValueError) as error:
+            raise PlanFileError(
+                f"cannot read a deployment plan from {path}: {error}; expected a file that save() wrote"
+            ) from error
+        return cls(deploy_on(found.work, found.cluster, found.groups, like=found.bars, bound_ns=found.bound_ns))
+
+    def diff(self, other: DeploymentPlan) -> str:
+        """Return what differs in another plan: groups, step and memory."""
+        return format_difference(self.deployment, other.deployment)
+
+    def to_svg(self) -> str:
+        """Return a picture of the predicted step: devices as rows, time from left to right."""
+        return render_svg(self.deployment)
+
+    def to_dot(self) -> str:
+        """Return the calls for Graphviz, each with its group."""
+        return render_dot(self.deployment)
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+        """Let the modules of a model run on their groups, and return the model; all ranks call it before training.
+
+        Every rank then calls the model and its loss with the whole batch. On ranks that do not compute a module, its
+        parameters are on the device "meta", so make the optimizer afterwards.
+
+        Arguments:
+            model: the model that the plan was made for, with the same parameters on all ranks.
+            mesh: the devices: a mesh with one dimension; None for all ranks of the job.
+
+        Raises:
+            DeploymentError: the plan is for another model or number of devices.
+        """
+        from apollo_compile.distributed.deploy.apply import apply_deployment
+        from apollo_compile.distributed.deploy.build import group_of
+
+        group = group_of(mesh)
+        assert group is not None
+        return apply_deployment(self.deployment, model, group)
+
+    def full_state_dict(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the parameters and buffers of all modules of a model that runs as planned; all ranks call it."""
+        from apollo_compile.distributed.deploy.apply import full_state_dict
+
+        return full_state_dict(model)

@@ -1,0 +1,226 @@
+"""What both ranks of the deployments do: `run_rank` is called in processes of their own, and writes what it saw."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import apollo_compile
+from apollo_compile.cost_model.collectives import Link
+from apollo_compile.errors import ApolloError
+from benchmarks.workloads import build
+
+SIZE, STEPS, BATCH, WIDTH = 2, 10, 8, 16
+PATIENCE = datetime.timedelta(seconds=120)
+Batch = Mapping[str, torch.Tensor]
+
+
+def tower(layers: int) -> nn.Module:
+    """Return a tower of linear layers."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(layers)))
+
+
+class Towers(nn.Module):
+    """Two towers, and a parameter between them."""
+
+    def __init__(self, image: int, text: int) -> None:
+        super().__init__()
+        self.image, self.text = tower(image), tower(text)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.image(image) @ self.text(text).T
+
+
+class Chain(nn.Module):
+    """An encoder, code with a parameter, and a reader that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.reader = tower(3), tower(3)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        features = self.reader(self.encoder(image) + self.shift) + self.reader(text)
+        return features @ features.T
+
+
+class Pair(nn.Module):
+    """Returns a mapping with two tensors, of which one is not used after it, and something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tower(2)
+        self.unused = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, *, note: str) -> dict[str, Any]:
+        features = self.layers(x)
+        return {"note": note, "logits": self.unused(features), "pooled": features, "rows": x.argmax(1)}
+
+
+class Mixed(nn.Module):
+    """A frozen encoder, and a module with an output of several parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.pair = tower(2).requires_grad_(False), Pair()
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        found = self.pair(text, note="kept")
+        assert found["note"] == "kept"
+        return self.frozen(image) @ (found["pooled"] + found["rows"][:, None] / WIDTH).T
+
+
+class Scenario(NamedTuple):
+    """A model, its batch and its loss."""
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: Callable[[Any], torch.Tensor]
+    names: tuple[str, ...]
+    """Modules to place."""
+
+
+def diagonal_loss(scores: torch.Tensor) -> torch.Tensor:
+    """Return the contrastive loss, which needs all samples."""
+    return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def make(kind: str) -> Scenario:
+    """Return a scenario, the same on both ranks."""
+    torch.manual_seed(1)
+    if kind == "clip":
+        workload = build("clip", "tiny", batch=4)
+        return Scenario(workload.model, workload.inputs, workload.loss, ("vision_model", "text_model"))
+    batch = {"image": torch.randn(BATCH, WIDTH), "text": torch.randn(BATCH, WIDTH)}
+    model, names = {
+        "ten to one": lambda: (Towers(10, 1), ("image", "text")),
+        "chain": lambda: (Chain(), ("encoder", "reader")),
+        "mixed": lambda: (Mixed(), ("frozen", "pair")),
+    }[kind]()
+    return Scenario(model, batch, diagonal_loss, names)
+
+
+KINDS = ("clip", "ten to one", "chain", "mixed")
+PLACES = ("plan", "data parallel", "apart", "apart the other way", "one device")
+
+
+def place(plan: apollo_compile.DeploymentPlan, names: tuple[str, ...], where: str) -> apollo_compile.DeploymentPlan:
+    """Return the plan, edited."""
+    for index, name in enumerate(names) if where != "plan" else ():
+        first = {"data parallel": 0, "apart": index % 2, "apart the other way": 1 - index % 2, "one device": 1}[where]
+        plan = plan.move(name, first=first, devices=2 if where == "data parallel" else 1)
+    return plan
+
+
+def train(model: nn.Module, scenario: Scenario, *, backwards: int = 1) -> list[float]:
+    """Return the losses of some steps; in a step, gradients of several backwards add up."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(backwards):
+            loss = scenario.loss_fn(model(**scenario.batch))
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run_rank(rank: int, port: int, folder: Path) -> None:
+    """Run all scenarios, and write what this rank saw."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        scenario = make(kind)
+        alone = copy.deepcopy(scenario.model)
+        link = Link(1e-4, 1e9)  # measuring is for one of them
+        plan = apollo_compile.deploy(
+            scenario.model,
+            scenario.batch,
+            loss_fn=scenario.loss_fn,
+            modules=scenario.names,
+            link=None if kind == "ten to one" else link,
+            seconds=1,
+        )
+        losses = train(alone, scenario)
+        found[kind] = {"plan": plan, "losses": losses, "state": alone.state_dict(), "places": {}}
+        for where in PLACES:
+            model = copy.deepcopy(scenario.model)
+            applied = place(plan, scenario.names, where).apply(model)
+            assert applied is model
+            losses = train(model, scenario)
+            is_meta = {name: next(model.get_submodule(name).parameters()).is_meta for name in scenario.names}
+            with torch.no_grad():
+                scores = scenario.loss_fn(model(**scenario.batch)).item()
+            state = dict(plan.full_state_dict(model))
+            found[kind]["places"][where] = {"losses": losses, "state": state, "is_meta": is_meta, "scores": scores}
+        with torch.no_grad():
+            found[kind]["scores"] = scenario.loss_fn(alone(**scenario.batch)).item()
+    found["accumulated"] = accumulate()
+    found["errors"] = errors()
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def accumulate() -> list[list[float]]:
+    """Return losses of one process and of data parallelism, with two backwards per step."""
+    scenario = make("ten to one")
+    alone = copy.deepcopy(scenario.model)
+    mesh = init_device_mesh("cpu", (SIZE,))
+    plan = apollo_compile.deploy(
+        scenario.model, scenario.batch, mesh=mesh, loss_fn=scenario.loss_fn, link=Link(1e-4, 1e9), seconds=1
+    )
+    plan = place(plan, tuple(g.module for g in plan.deployment.groups if g.module in scenario.names), "data parallel")
+    model = plan.apply(scenario.model, mesh)
+    return [train(alone, scenario, backwards=2), train(model, scenario, backwards=2)]
+
+
+def errors() -> dict[str, str]:
+    """Return the messages of mistakes, which all ranks make."""
+    found = {}
+
+    def note(name: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+            found[name] = "none"
+        except ApolloError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    scenario = make("mixed")
+    link = Link(1e-4, 1e9)
+
+    def deploy(model: nn.Module, **options: Any) -> apollo_compile.DeploymentPlan:
+        return apollo_compile.deploy(
+            model, scenario.batch, loss_fn=diagonal_loss, **{"link": link, "seconds": 1, **options}
+        )
+
+    plan = place(deploy(scenario.model, modules=scenario.names), scenario.names, "data parallel")
+    note("simulated", lambda: deploy(scenario.model, mesh=4, modules=scenario.names).apply(scenario.model))
+    note("no link", lambda: deploy(scenario.model, mesh=4, link=None))
+    note("no module", lambda: deploy(scenario.model, modules=["vision"]))
+    note("nested", lambda: deploy(scenario.model, modules=["pair", "pair.layers"]))
+    note("memory", lambda: deploy(scenario.model, modules=scenario.names, memory=1000))
+    model = plan.apply(copy.deepcopy(scenario.model))
+    note("twice", lambda: plan.apply(model))
+    note("other model", lambda: plan.apply(Towers(1, 1)))
+    note("small batch", lambda: model(image=torch.randn(1, WIDTH), text=torch.randn(1, WIDTH)))
+    note("unused", lambda: model.pair(torch.randn(BATCH, WIDTH), note="x")["logits"].sum())
+    tied = Towers(2, 2)
+    tied.text[0][0].weight = tied.image[0][0].weight  # type: ignore[union-attr, index, assignment]
+    note("tied", lambda: deploy(tied))
+    normed = Towers(2, 2)
+    normed.image = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    statistics = deploy(normed, modules=["image", "text"])
+    note("batch norm", lambda: statistics.move("image", first=0, devices=2))
+    return found

@@ -1,0 +1,158 @@
+"""Two ranks over gloo that train as a deployment plan says: the numbers of one process.
+
+The ranks start once and run everything one after the other; a test reads what they wrote.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import apollo_compile
+from apollo_compile.cost_model.collectives import Link
+from tests.distributed import deploy_work as work
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run the scenarios; return what every rank saw."""
+    folder: Path = tmp_path_factory.mktemp("deployments")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
+    mp.get_context("forkserver").set_forkserver_preload([work.__name__])
+    processes = mp.start_processes(
+        work.run_rank, (store.port, folder), nprocs=work.SIZE, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + 4 * work.PATIENCE.total_seconds()
+    try:
+        while not processes.join(timeout=5):
+            if time.monotonic() > deadline:
+                pytest.fail("the ranks hang")
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(work.SIZE)]
+
+
+@pytest.mark.parametrize("where", work.PLACES)
+@pytest.mark.parametrize("kind", work.KINDS)
+def test_ten_steps_give_the_numbers_of_one_process(ranks: list[dict[str, Any]], kind: str, where: str) -> None:
+    """Losses and all parameters, on both ranks; the model without gradients too."""
+    for rank in ranks:
+        expected, found = rank[kind], rank[kind]["places"][where]
+        assert len(found["losses"]) == work.STEPS and found["losses"][-1] < found["losses"][0]
+        torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found["state"], dict(expected["state"]), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-3, atol=1e-4)
+    both = [rank[kind]["places"][where]["state"] for rank in ranks]
+    torch.testing.assert_close(both[0], both[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", work.KINDS)
+def test_modules_of_other_devices_take_no_memory(ranks: list[dict[str, Any]], kind: str) -> None:
+    """Their parameters are on the device "meta"."""
+    names = list(ranks[0][kind]["places"]["apart"]["is_meta"])
+    for rank, seen in enumerate(ranks):
+        places = seen[kind]["places"]
+        assert places["apart"]["is_meta"] == {name: index % 2 != rank for index, name in enumerate(names)}
+        assert places["one device"]["is_meta"] == dict.fromkeys(names, rank != 1)
+        assert not any(places["data parallel"]["is_meta"].values())
+
+
+def test_both_ranks_have_one_plan_with_the_graph_of_the_model(ranks: list[dict[str, Any]]) -> None:
+    """Readers are found through the code between modules, and so are outputs that nobody uses."""
+    for kind in work.KINDS:
+        assert ranks[0][kind]["plan"] == ranks[1][kind]["plan"]
+    calls = {call.name: call for call in ranks[0]["chain"]["plan"].deployment.work.calls}
+    assert calls["reader"].inputs == ("encoder",) and calls["reader#1"].inputs == ()
+    assert set(calls) == {"encoder", "reader", "reader#1", "code between the modules"}
+    outputs = {call.name: call.outputs for call in ranks[0]["mixed"]["plan"].deployment.work.calls}
+    assert outputs["pair"] == (1, 2) and outputs["frozen"] == (0,)
+    clip = {call.name: call.outputs for call in ranks[0]["clip"]["plan"].deployment.work.calls}
+    assert len(clip["vision_model"]) == len(clip["text_model"]) == 1  # the pooled output alone
+
+
+def test_the_link_is_measured_unless_it_is_given(ranks: list[dict[str, Any]]) -> None:
+    """And times are."""
+    given, measured = (ranks[0][kind]["plan"].deployment.cluster for kind in ("chain", "ten to one"))
+    assert (given.link.latency, given.link.bandwidth) == (1e-4, 1e9)
+    assert measured.link != given.link and measured.link.latency > 0
+    assert given.is_measured and "times measured" in str(ranks[0]["chain"]["plan"])
+
+
+def test_gradients_accumulate(ranks: list[dict[str, Any]]) -> None:
+    """Two backwards before an update, as in one process."""
+    alone, together = ranks[0]["accumulated"]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("simulated", "DeploymentError: the plan is for 4 devices, and there are 2 ranks"),
+        ("no link", "DeploymentError: a simulation on a number of devices needs a link"),
+        ("no module", "DeploymentError: the model has no module 'vision'; it has frozen, "),
+        ("nested", "DeploymentError: module 'pair.layers' is inside of 'pair'"),
+        ("memory", "InfeasiblePlanError: no placement of 3 modules on 2 devices keeps the memory of 1000 bytes"),
+        ("twice", "DeploymentError: a plan has been applied to this model"),
+        ("other model", "DeploymentError: the plan is for another model: there is no module 'pair'"),
+        ("small batch", "DeploymentError: module 'pair' got 1 samples for 2 devices"),
+        ("unused", "DeploymentError: output 0 of module 'pair' was not used when the plan was made"),
+        ("tied", "DeploymentError: 'text' and 'image' share a parameter"),
+        ("batch norm", "ConfigError: module 'image' cannot have 2 devices with 1 units"),
+    ],
+)
+def test_mistakes_are_errors_on_both_ranks(ranks: list[dict[str, Any]], name: str, text: str) -> None:
+    """That say what is wrong."""
+    for rank in ranks:
+        assert rank["errors"][name].startswith(text)
+
+
+def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_was() -> None:
+    """From its own times, and a given link; gradients, statistics and random numbers are not touched."""
+    torch.manual_seed(0)
+    towers = work.Towers(2, 2)
+    towers.text = nn.Sequential(nn.Linear(work.WIDTH, work.WIDTH), nn.BatchNorm1d(work.WIDTH), nn.Dropout(0.5))
+    batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
+    towers.scale.grad = torch.tensor(3.0)
+    before = {name: value.clone() for name, value in towers.state_dict().items()}
+    state = torch.get_rng_state()
+    plan = apollo_compile.deploy(
+        towers, batch, mesh=4, loss_fn=work.diagonal_loss, link=Link(1e-5, 1e10), modules=["image", "text"], seconds=1
+    )
+    assert str(plan).startswith("deployment on 4 devices of ") and " simulated: " in str(plan)
+    calls = {call.name: [time.devices for time in call.times] for call in plan.deployment.work.calls}
+    assert calls == {"image": [1, 2, 4], "text": [1], "code between the modules": [4]}
+    torch.testing.assert_close(towers.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert towers.scale.grad == 3 and towers.image[0][0].weight.grad is None  # type: ignore[index]
+    assert "forward" not in towers.image.__dict__
+
+
+def test_what_a_small_module_passes_on_is_read_too() -> None:
+    """It stays with the code between the others."""
+    torch.manual_seed(0)
+    chain = work.Chain()
+    chain.encoder = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 4)
+    chain.reader = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 4)
+    chain.small = nn.Identity()
+    chain.forward = lambda image, text: chain.reader(chain.small(chain.encoder(image))) @ text.T  # type: ignore[method-assign]
+    batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
+    plan = apollo_compile.deploy(chain, batch, mesh=2, loss_fn=work.diagonal_loss, link=Link(1e-5, 1e10), seconds=1)
+    inputs = {call.name: call.inputs for call in plan.deployment.work.calls}
+    assert inputs == {
+        "encoder": (),
+        "reader": ("encoder",),
+        "code between the modules": ("encoder", "reader"),
+    }

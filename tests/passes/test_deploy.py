@@ -1,0 +1,250 @@
+"""Deployments over several devices: predictions against sums by hand; baselines; limits; a published workload."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from apollo_compile.cost_model.collectives import Link
+from apollo_compile.errors import ConfigError, InfeasiblePlanError
+from apollo_compile.passes.deploy import (
+    Call,
+    CallTime,
+    Cluster,
+    Deployment,
+    Group,
+    ModuleState,
+    StepWork,
+    deploy_on,
+    plan_deployment,
+)
+
+LINK = Link(1e-6, 1e9)
+"""A microsecond, and a nanosecond per byte."""
+
+
+def cluster(devices: int, memory: int | None = None) -> Cluster:
+    """Return devices of one unit."""
+    return Cluster(devices=devices, units=1, memory_bytes=memory, link=LINK)
+
+
+def times(work: int, *sizes: int, fixed: int = 0) -> tuple[CallTime, ...]:
+    """Return times of a call that divides its work, apart from a part; the backward takes twice as long."""
+    return tuple(
+        CallTime(devices=size, units=1, forward_ns=work // size + fixed, backward_ns=2 * (work // size + fixed))
+        for size in sizes
+    )
+
+
+def call(name: str, work: int, *sizes: int, inputs: tuple[str, ...] = (), sent: int = 0, fixed: int = 0) -> Call:
+    """Return a call of a module of the same name, whose activations take 100 bytes."""
+    return Call(
+        name=name,
+        module=name,
+        inputs=inputs,
+        output_bytes=sent,
+        activation_bytes=100,
+        times=times(work, *sizes, fixed=fixed),
+    )
+
+
+def state(name: str, num_bytes: int = 1000, update_ns: int = 0) -> ModuleState:
+    """Return a module with four tensors per parameter."""
+    return ModuleState(name=name, state_bytes=4 * num_bytes, gradient_bytes=num_bytes, update_ns=update_ns)
+
+
+def towers(image: int, text: int, num_bytes: int = 1000) -> StepWork:
+    """Return two towers and a loss that reads both."""
+    return StepWork(
+        modules=(
+            state("image", num_bytes),
+            state("text", num_bytes),
+            ModuleState(name="loss", state_bytes=0, gradient_bytes=0),
+        ),
+        calls=(
+            call("image", image, 1, 2, sent=500),
+            call("text", text, 1, 2, sent=500),
+            call("loss", 0, 2, inputs=("image", "text"), fixed=10),
+        ),
+    )
+
+
+def groups_of(plan: Deployment) -> dict[str, tuple[int, int]]:
+    """Return first device and number of devices by module."""
+    return {group.module: (group.first, group.devices) for group in plan.groups}
+
+
+def test_equal_towers_of_large_parameters_get_a_device_each() -> None:
+    """Transfers of features are cheaper than sums of gradients; the step is the sum by hand."""
+    plan = plan_deployment(towers(100_000, 100_000, 100_000), cluster(2), seconds=3)
+    found = groups_of(plan)
+    assert {found["image"], found["text"]} == {(0, 1), (1, 1)}
+    transfer = 1_000 + 500
+    assert plan.step_ns == 100_000 + transfer + 10 + 20 + transfer + 200_000
+    assert plan.bound_ns >= plan.step_ns * 0.998
+    assert plan.memory_bytes == (400_100 + 50, 400_100 + 50)
+
+
+def test_unequal_towers_of_small_parameters_are_data_parallel() -> None:
+    """As the first baseline; sums of two gradients come after the backwards."""
+    plan = plan_deployment(towers(100_000, 10_000), cluster(2), seconds=3)
+    assert groups_of(plan) == {"image": (0, 2), "text": (0, 2), "loss": (0, 2)}
+    one_sum = 2 * (1_000 + 500)  # two rounds of half of the bytes
+    assert plan.step_ns == plan.baselines[0].step_ns == 3 * (50_000 + 5_000 + 10) + 2 * one_sum
+
+
+def test_updates_of_the_optimizer_take_time_on_every_device_of_a_group() -> None:
+    """Which is a reason to give towers a device each."""
+    work = towers(100_000, 60_000)
+    assert groups_of(plan_deployment(work, cluster(2), seconds=3))["image"] == (0, 2)
+    modules = tuple(replace(module, update_ns=100_000) for module in work.modules[:2])
+    slow = replace(work, modules=(*modules, work.modules[2]))
+    assert groups_of(plan_deployment(slow, cluster(2), seconds=3))["image"][1] == 1
+
+
+def test_a_frozen_module_sums_nothing() -> None:
+    """Its group has no bar for that."""
+    work = towers(100_000, 100_000, 100_000)
+    frozen = replace(work, modules=(replace(work.modules[0], gradient_bytes=0), *work.modules[1:]))
+    plan = plan_deployment(frozen, cluster(2), seconds=3)
+    assert {bar.module for bar in plan.bars if bar.kind == "sum"} <= {"text"}
+    assert plan.baselines[0].step_ns < plan_deployment(work, cluster(2), seconds=3).baselines[0].step_ns
+
+
+def test_waves_give_the_modules_of_a_level_disjoint_groups_as_large_as_their_work() -> None:
+    """And a later level has all devices again."""
+    work = StepWork(
+        modules=tuple(map(state, ("a", "b", "c", "d"))),
+        calls=(
+            call("a", 80_000, 1, 2, 4, 8),
+            call("b", 20_000, 1, 2, 4, 8),
+            call("c", 20_000, 1, 2, 4, 8),
+            call("d", 50_000, 1, 2, 4, 8, inputs=("a", "b")),
+        ),
+    )
+    plan = plan_deployment(work, cluster(8), seconds=3)
+    waves = {group.module: (group.first, group.devices) for group in plan.baselines[1].groups}
+    assert waves == {"a": (0, 4), "b": (4, 2), "c": (6, 2), "d": (0, 8)}
+    assert plan.step_ns <= min(baseline.step_ns for baseline in plan.baselines)
+
+
+def test_more_modules_than_devices_take_several_waves() -> None:
+    """Each with a device of its own in its wave."""
+    names = [f"m{index}" for index in range(5)]
+    work = StepWork(modules=tuple(map(state, names)), calls=tuple(call(name, 9_000, 1, 2) for name in names))
+    plan = plan_deployment(work, cluster(2), seconds=2)
+    waves = [(group.first, group.devices) for group in plan.baselines[1].groups]
+    assert waves == [(0, 1), (1, 1), (0, 1), (1, 1), (0, 2)]
+
+
+def test_an_infeasible_memory_names_the_least_that_works() -> None:
+    """Which is enough, and one byte less is not."""
+    work = towers(100_000, 100_000, 10_000)
+    with pytest.raises(
+        InfeasiblePlanError,
+        match=r"keeps the memory of 40000 bytes per device: the least that is enough is 40150 bytes; 'image' alone "
+        r"needs 40050 bytes \(39.1 KiB\)",
+    ):
+        plan_deployment(work, cluster(2, 40_000), seconds=3)
+    assert max(plan_deployment(work, cluster(2, 40_150), seconds=3).memory_bytes) == 40_150
+    with pytest.raises(InfeasiblePlanError, match="the least that is enough is 40150 bytes"):
+        plan_deployment(work, cluster(2, 40_149), seconds=3)
+
+
+def test_memory_may_forbid_data_parallelism() -> None:
+    """Which would be faster, and is shown as a baseline that exceeds it."""
+    work = towers(100_000, 10_000)
+    plan = plan_deployment(work, cluster(2, 5_000), seconds=3)
+    assert {groups_of(plan)["image"], groups_of(plan)["text"]} == {(0, 1), (1, 1)}
+    assert [baseline.keeps_memory for baseline in plan.baselines] == [False, True]
+    assert plan.step_ns > plan.baselines[0].step_ns
+
+
+def test_given_groups_are_predicted_like_planned_ones() -> None:
+    """Also in another order."""
+    work = towers(100_000, 60_000)
+    plan = plan_deployment(work, cluster(2), seconds=3)
+    again = deploy_on(work, cluster(2), plan.groups[::-1], bound_ns=plan.bound_ns)
+    assert again == plan
+
+
+@pytest.mark.parametrize(
+    ("group", "text"),
+    [
+        (Group(module="image", first=1, devices=2, units=1), "cannot have 2 devices with 1 units from device 1 on"),
+        (Group(module="image", first=2, devices=1, units=1), "cannot have 1 devices with 1 units from device 2 on"),
+        (Group(module="image", first=0, devices=1, units=2), "a number of devices out of 1 with 1 units, 2 with 1"),
+        (
+            Group(module="vision", first=0, devices=1, units=1),
+            "module 'image' has no group; there are groups for vision",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_errors(group: Group, text: str) -> None:
+    """That name the module and what it can have."""
+    work = towers(100_000, 60_000)
+    rest = [Group(module="text", first=0, devices=1, units=1), Group(module="loss", first=0, devices=2, units=1)]
+    with pytest.raises(ConfigError, match=text):
+        deploy_on(work, cluster(2), [group, *rest])
+
+
+def test_given_groups_keep_the_memory_too() -> None:
+    """The error names the device."""
+    work = towers(100_000, 60_000)
+    groups = plan_deployment(work, cluster(2), seconds=3).groups
+    both = [replace(group, first=0, devices=2 if group.module == "loss" else 1) for group in groups]
+    with pytest.raises(InfeasiblePlanError, match=r"device 0 would hold 8.1 KiB, and has 7.8 KiB"):
+        deploy_on(work, cluster(2, 8_000), both)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"inputs": ("audio",)}, "call 'text' reads 'audio', which is no call before it"),
+        ({"module": "audio"}, "call 'text' of module 'audio': expected a known module"),
+        ({"name": "image"}, "call 'image' of module 'text': expected a known module, and a new name"),
+        ({"times": times(10, 4)}, "call 'text' has times for groups \\[\\]: expected some with at most 2"),
+        ({"module": "image", "times": times(10, 1)}, "the same for all calls of 'image'"),
+        ({"module": "image"}, "module 'text' is not called"),
+    ],
+)
+def test_nonsense_in_the_work_is_an_error(change: dict[str, object], text: str) -> None:
+    """That names the call."""
+    work = towers(100_000, 60_000)
+    calls = (work.calls[0], replace(work.calls[1], **change))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=text):
+        plan_deployment(replace(work, calls=calls, modules=work.modules[:2]), cluster(2), seconds=1)
+
+
+def published() -> ModuleType:
+    """Return the example with Multitask-CLIP."""
+    path = Path(__file__).parents[2] / "examples" / "simulate_deployment.py"
+    spec = importlib.util.spec_from_file_location("simulate_deployment", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("tasks", [7, 10])
+def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks: int) -> None:
+    """And not behind waves or data parallelism."""
+    example = published()
+    devices = Cluster(devices=64, units=example.UNITS, memory_bytes=80 * 2**30, link=Link(2e-5, 50e9))
+    plan = plan_deployment(example.multitask_clip(tasks, 64), devices, seconds=10)
+    assert 0 < plan.gap <= 0.05
+    assert {baseline.name for baseline in plan.baselines} == {"data parallel", "waves"}
+    assert all(plan.step_ns < baseline.step_ns and baseline.keeps_memory for baseline in plan.baselines)
+    assert max(plan.memory_bytes) <= 80 * 2**30
+
+
+def test_multitask_clip_names_the_least_memory_that_works() -> None:
+    """Vision's parameters cannot be divided."""
+    example = published()
+    devices = Cluster(devices=64, units=example.UNITS, memory_bytes=2**30, link=Link(2e-5, 50e9))
+    with pytest.raises(InfeasiblePlanError, match=r"(the least that is enough is|enough is) \d+ bytes; 'vision' alone"):
+        plan_deployment(example.multitask_clip(7, 64), devices, seconds=8)

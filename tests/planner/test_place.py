@@ -1,0 +1,204 @@
+"""Placements of modules on groups of devices, against exhaustive search."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from apollo_compile.errors import InfeasiblePlanError
+from apollo_compile.planner import placement_model
+from apollo_compile.planner.apart import place_apart
+from apollo_compile.planner.place import place
+from apollo_compile.planner.placement import (
+    Arc,
+    Choice,
+    Fleet,
+    Mode,
+    Placement,
+    Scheduler,
+    Task,
+    fits,
+    groups_of,
+    memory_of,
+    violations,
+)
+
+
+def random_fleet(seed: int, *, memory: bool = False) -> Fleet:
+    """Return a small fleet: two or three modules on two or four devices, forwards and backwards."""
+    rng = random.Random(seed)
+    devices = rng.choice([2, 2, 4])
+    sizes = [size for size in (1, 2, 4) if size <= devices]
+    quotas = rng.choice([(2,), (1, 2)])
+    modules, tasks = [], []
+    count = rng.randint(2, 3) if devices == 2 else 2
+    for module in range(count):
+        held = rng.randint(1, 6)
+        modules.append(
+            tuple(Mode(devices=size, units=units, memory=held + 4 // size) for size in sizes for units in quotas)
+        )
+        work = rng.randint(4, 40)
+        times = tuple(
+            work // mode.devices * (1 if mode.units == 2 else rng.choice([1, 2])) + rng.randint(0, 3)
+            for mode in modules[-1]
+        )
+        tasks.append(Task(module=module, durations=times))
+    tasks += [
+        Task(module=task.module, durations=tuple(2 * time for time in task.durations)) for task in reversed(tasks)
+    ]
+    arcs = []
+    for before, after in itertools.combinations(range(count), 2):
+        if rng.random() < 0.5:
+            delays = {(one, other): rng.randint(0, 6) for one in sizes for other in sizes}
+            arcs.append(Arc(before, after, delays))
+            arcs.append(Arc(2 * count - 1 - after, 2 * count - 1 - before, delays))
+    arcs += [Arc(module, 2 * count - 1 - module, {}) for module in range(count)]
+    return Fleet(
+        devices=devices,
+        units=2,
+        memory=rng.randint(6, 12) if memory else None,
+        modules=tuple(modules),
+        tasks=tuple(tasks),
+        arcs=tuple(arcs),
+    )
+
+
+def all_choices(fleet: Fleet) -> Iterator[tuple[Choice, ...]]:
+    """Yield the choices of all modules."""
+    options = [
+        [(number, first) for number, mode in enumerate(modes) for first in groups_of(fleet, mode)]
+        for modes in fleet.modules
+    ]
+    return itertools.product(*options)
+
+
+def all_orders(fleet: Fleet) -> Iterator[tuple[int, ...]]:
+    """Yield the orders of tasks that the arcs allow."""
+    before = {(arc.before, arc.after) for arc in fleet.arcs}
+    for order in itertools.permutations(range(len(fleet.tasks))):
+        place_of = {task: index for index, task in enumerate(order)}
+        if all(place_of[one] < place_of[other] for one, other in before):
+            yield order
+
+
+def shortest(fleet: Fleet) -> int | None:
+    """Return the shortest makespan; None if nothing keeps the memory."""
+    orders, scheduler = list(all_orders(fleet)), Scheduler(fleet)
+    found = [
+        scheduler.schedule(choices, order).makespan
+        for choices in all_choices(fleet)
+        if fits(fleet, choices)
+        for order in orders
+    ]
+    return min(found, default=None)
+
+
+def everywhere(fleet: Fleet) -> tuple[Choice, ...]:
+    """Return data parallelism: every module on all devices, with all units."""
+    return tuple((len(modes) - 1, 0) for modes in fleet.modules)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_fleets_get_the_shortest_step_and_its_proof(seed: int) -> None:
+    """As exhaustive search over choices and orders finds it."""
+    fleet = random_fleet(seed)
+    placed = place(fleet, [everywhere(fleet)], seconds=5)
+    assert violations(fleet, placed.placement) == []
+    assert placed.placement.makespan == placed.bound == shortest(fleet)
+
+
+@pytest.mark.parametrize("seed", range(20, 32))
+def test_memory_is_kept_and_the_least_that_is_enough_is_named(seed: int) -> None:
+    """The baseline may exceed it."""
+    fleet = random_fleet(seed, memory=True)
+    best = shortest(fleet)
+    if best is not None:
+        placed = place(fleet, [everywhere(fleet)], seconds=5)
+        assert violations(fleet, placed.placement) == []
+        assert placed.placement.makespan == placed.bound == best
+        return
+    least = min(max(memory_of(fleet, choices)) for choices in all_choices(fleet))
+    with pytest.raises(InfeasiblePlanError, match=rf"the least that is enough is {least} bytes$"):
+        place(fleet, [everywhere(fleet)], seconds=5)
+
+
+def test_some_of_the_limits_are_infeasible_and_some_are_not() -> None:
+    """Else the test above would prove half of what it says."""
+    feasible = [shortest(random_fleet(seed, memory=True)) is not None for seed in range(20, 32)]
+    assert 2 <= sum(feasible) <= len(feasible) - 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_of_the_pool_holds(seed: int) -> None:
+    """A pool has all placements, and more."""
+    fleet = random_fleet(seed)
+    hint = Scheduler(fleet).best_of_orders(everywhere(fleet))
+    pool = placement_model.search(fleet, is_pool=True, hint=hint, bound=0, seconds=5)
+    best = shortest(fleet)
+    assert best is not None and 0 < pool.bound <= best
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_without_the_solver_placements_are_valid_and_no_longer_than_the_start(seed: int) -> None:
+    """And the bound holds."""
+    fleet = random_fleet(seed)
+    start = Scheduler(fleet).best_of_orders(everywhere(fleet))
+    placed = place(fleet, [everywhere(fleet)], seconds=0.2, use_solver=False)
+    assert violations(fleet, placed.placement) == []
+    best = shortest(fleet)
+    assert best is not None and placed.bound <= best <= placed.placement.makespan <= start.makespan
+
+
+def test_the_planners_process_gives_the_same_answer() -> None:
+    """Placements cross to it and back; errors too."""
+    fleet = random_fleet(1)
+    assert place_apart(fleet, [everywhere(fleet)], seconds=5).placement.makespan == shortest(fleet)
+    full = next(fleet for seed in range(20, 32) if shortest(fleet := random_fleet(seed, memory=True)) is None)
+    with pytest.raises(InfeasiblePlanError, match="the least that is enough is"):
+        place_apart(full, [everywhere(full)], seconds=5)
+
+
+def one_module(units: int) -> tuple[Mode, ...]:
+    """Return a module on one device."""
+    return (Mode(devices=1, units=units, memory=1),)
+
+
+def test_modules_share_a_device_by_their_units() -> None:
+    """Two halves run at once, a whole one after them, on one device."""
+    fleet = Fleet(
+        devices=1,
+        units=4,
+        memory=None,
+        modules=(one_module(2), one_module(2), one_module(4)),
+        tasks=tuple(Task(module=module, durations=(10,)) for module in range(3)),
+        arcs=(),
+    )
+    assert Scheduler(fleet).schedule([(0, 0)] * 3, [0, 1, 2]).starts == (0, 0, 10)
+
+
+def test_every_kind_of_broken_rule_is_found() -> None:
+    """By a text that names it."""
+    fleet = Fleet(
+        devices=2,
+        units=1,
+        memory=3,
+        modules=(one_module(1), (Mode(devices=2, units=1, memory=1),)),
+        tasks=(Task(module=0, durations=(5,)), Task(module=1, durations=(4,))),
+        arcs=(Arc(0, 1, {(1, 2): 2}),),
+    )
+
+    def found(choices: tuple[Choice, ...], starts: tuple[int, ...], makespan: int) -> str:
+        return "; ".join(violations(fleet, Placement(choices=choices, starts=starts, makespan=makespan)))
+
+    assert found(((0, 1), (0, 0)), (0, 7), 11) == ""
+    assert "makespan is 12" in found(((0, 1), (0, 0)), (0, 7), 12)
+    assert "task 1 starts before task 0" in found(((0, 1), (0, 0)), (0, 6), 10)
+    assert "uses 2 of 1 units" in found(((0, 1), (0, 0)), (0, 0), 5)
+    assert "module 1 has mode 0 at device 1" in found(((0, 1), (0, 1)), (0, 7), 11)
+    tight = Fleet(devices=2, units=1, memory=1, modules=fleet.modules, tasks=fleet.tasks, arcs=fleet.arcs)
+    assert violations(tight, Placement(choices=((0, 1), (0, 0)), starts=(0, 7), makespan=11)) == [
+        "a device holds 2 bytes of 1"
+    ]
