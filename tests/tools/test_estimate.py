@@ -100,8 +100,10 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     """With the same Cells."""
     (tmp_path / "train.py").write_text(MODEL)
     command = ["estimate", f"{tmp_path}/train.py:build", "--devices", "cpu64:1,2"]
-    assert main([*command, "--json"]) == 0
-    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert main([*command, "--json", "--save", f"{tmp_path}/saved.json"]) == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "saved.json").read_text() == printed.rstrip("\n")
+    cells = json.loads(printed)["cells"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [cell["devices"] for cell in cells] == [1, 2, 2] == [int(line.split()[1]) for line in lines[4:7]]
