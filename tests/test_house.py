@@ -242,14 +242,14 @@ BUDGETS = {
     "distributed": 5_000,
     "ir": 1_900,
     "operators": 1_250,
-    "passes": 2_850,
+    "passes": 2_900,
     "planner": 3_950,
-    "reports": 2_950,
+    "reports": 3_050,
     "session": 5_950,
     "store": 950,
     "target": 750,
-    "tools": 3_900,
-    "torch_bridge": 4_930,
+    "tools": 3_950,
+    "torch_bridge": 4_950,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
