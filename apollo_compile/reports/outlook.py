@@ -19,8 +19,8 @@ from apollo_compile.units import format_ns
 WHOLE_NS = 2_500_000
 """What Inductor's whole graphs of a forward, or of a backward, take longer than their segments in turn."""
 
-MOST_OF_SERIAL = 0.4
-"""The largest share of the segments' time that this may be: shorter steps than those were not measured."""
+SHORTEST_NS = 5_000_000
+"""Time of a forward, or of a backward, below which nothing is predicted: no shorter steps were measured."""
 
 SPREAD = (0.88, 1.32)
 """Measured over predicted ratios: nine of ten are between these."""
@@ -33,7 +33,7 @@ WORTH = 1.05
 class Outlook:
     """Predicted times of the graphs of one call, together."""
 
-    whole_ns: float
+    whole_ns: int
     """As `torch.compile` would run them."""
     predicted_ns: int
     """By their plans."""
@@ -54,19 +54,21 @@ class Outlook:
         return f"about {self.ratio:.2f}x over torch.compile ({times}); {low:.1f} to {high:.1f}"
 
 
-def whole_ns_of(serial_ns: int, *, num_roles: int) -> float:
+def whole_ns_of(serial_ns: int, *, num_roles: int) -> int:
     """Return how long Inductor's whole graphs take whose segments in turn take `serial_ns`."""
-    return serial_ns + min(WHOLE_NS * num_roles, MOST_OF_SERIAL * serial_ns)
+    return serial_ns + WHOLE_NS * num_roles
 
 
 def outlook_of(graphs: Iterable[GraphSummary]) -> Outlook | None:
-    """Return the outlook for graphs on a CPU that run in segments; None without one, and on a GPU."""
+    """Return the outlook for graphs on a CPU that run in segments; None for short ones, without one, and on a GPU."""
     planned = [graph for graph in graphs if graph.device.kind == "cpu" and graph.predicted_ns]
     if not planned:
         return None
-    num_roles = len({graph.role for graph in planned})
+    num_roles, serial_ns = len({graph.role for graph in planned}), sum(graph.serial_ns for graph in planned)
+    if serial_ns < SHORTEST_NS * num_roles:
+        return None
     return Outlook(
-        whole_ns=whole_ns_of(sum(graph.serial_ns for graph in planned), num_roles=num_roles),
+        whole_ns=whole_ns_of(serial_ns, num_roles=num_roles),
         predicted_ns=sum(graph.predicted_ns for graph in planned),
     )
 
@@ -74,5 +76,5 @@ def outlook_of(graphs: Iterable[GraphSummary]) -> Outlook | None:
 def planned_state(name: str, outlook: Outlook | None) -> State:
     """Return the state of a Dynamo graph that was only planned."""
     if outlook is None:
-        return State(graph=name, stage=Stage.PLANNED, detail="only steps on the device can tell whether it helps")
+        return State(graph=name, stage=Stage.PLANNED, detail="only your own steps can tell whether it helps")
     return State(graph=name, stage=outlook.stage, detail=str(outlook))

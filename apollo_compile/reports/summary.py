@@ -168,9 +168,9 @@ def _summarize_segment(
 
 
 def _other_modules(compilation: Compilation, segment: Segment) -> tuple[str, ...]:
-    """Return the modules in a segment besides its own, outermost only."""
-    nodes = compilation.capture.nodes
-    inside = compilation.partition.nodes_by_segment[segment.id] if nodes else ()
+    """Return the modules in a segment besides its own, outermost only; of a whole step none: nodes have no place."""
+    nodes, nodes_by_segment = compilation.capture.nodes, compilation.partition.nodes_by_segment
+    inside = nodes_by_segment[segment.id] if nodes and nodes_by_segment else ()
     found = dict.fromkeys(nodes[node].module for node in inside if nodes[node].module)
     known = {segment.module, *found}
     return tuple(

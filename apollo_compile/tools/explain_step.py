@@ -11,7 +11,7 @@ from torch import nn
 from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
 from apollo_compile.ir import Trace, Variant
-from apollo_compile.reports.outlook import outlook_of, planned_state
+from apollo_compile.reports.outlook import planned_state
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
@@ -84,5 +84,5 @@ def explain_step(
         Trace(),
         what_if=what_if(compilation, config, units=units, profiles=profiles),
     )
-    state = planned_state(compilation.capture.name, outlook_of([summary]))
+    state = planned_state(compilation.capture.name, None)  # predictions are checked for forwards and backwards alone
     return Report(graphs=(summary,), fallbacks=(), states=(state,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,7 +151,7 @@ def test_without_gradients_there_is_no_backward() -> None:
         assert graph.role == "inference"
         report = explain(lambda x, y: x @ y.T, inputs, options={**GREEDY, "plan.autotune": False})
     assert [graph.name for graph in report.graphs] == ["1/0 inference"]
-    assert re.match(r"would (hardly )?help: about \d\.\d\dx over torch.compile \(", str(report))
+    assert str(report).startswith("planned: only your own steps can tell whether it helps\n")
 
 
 def test_a_break_is_named_with_its_line_and_what_removes_it() -> None:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from apollo_compile.ir import Role
 from apollo_compile.reports.outlook import SPREAD, outlook_of, planned_state
 from apollo_compile.reports.values import Stage
@@ -51,11 +49,11 @@ def test_predictions_are_near_what_was_measured() -> None:
 
 
 def test_the_line_says_whether_apollo_would_help() -> None:
-    """Times and ratio agree; a step that is too short to have been measured gains no more than the share allows."""
+    """Times and ratio agree; for a step that is shorter than those that were measured, nothing is told."""
     helps = planned_state("0/0", predict(70_000_000, 55_000_000))
     assert str(helps) == "would help: about 1.36x over torch.compile (75.00 ms -> 55.00 ms); 1.2 to 1.8"
     assert planned_state("0/0", predict(10_000_000_000, 10_000_000_000)).stage is Stage.WOULD_HARDLY_HELP
-    assert predict(1_000, 1_000).ratio == pytest.approx(1.4)
+    assert predict(9_900_000, 9_000_000) is None
 
 
 def test_nothing_is_predicted_for_a_gpu() -> None:
