@@ -5,6 +5,9 @@ plans are final, what was compiled is linked into one program (`linking.py`). In
 loop and steps that are not made of the program (`alternatives.py`) take turns until the fastest is known (`tuning.py`).
 A step that cannot be linked stays the loop, and one line says why.
 
+Under DistributedDataParallel, loops and programs average gradients alike: Note [collectives of a step] in
+`collectives.py`.
+
 A program takes its inputs from Dynamo, whose guards hold: Note [guards] in `notes.py`.
 
 Guarantees: losses and gradients are those of the loop, with sums in the same order; parameters are updated by the
@@ -86,7 +89,9 @@ class Step:
         """Take one step; return the weighted mean of the losses, without a graph.
 
         Raises:
-            TargetError: the batch cannot be split, weights have no sum to divide by, or no loss is returned.
+            TargetError: the batch cannot be split, weights have no sum to divide by, no loss is returned, or ranks
+                average gradients and a parameter has none.
+            RankError: ranks do not agree on buckets of gradients, or on the plan.
             Exception: whatever the model, the loss function or the optimizer raises.
         """
         settings = self._settings
