@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apollo_compile.cost_model.collectives import Link, all_gather_seconds
+from apollo_compile.cost_model.collectives import Link, send_seconds
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.json_form import from_json, to_json
@@ -87,9 +88,7 @@ def deploy(
     with _unchanged(model):
         trace = _trace(model, batch, loss_fn, names)
         watch = _Watch(group, trace.device)
-        times = {record.name: _time_call(record, trace.samples, size, watch) for record in trace.calls}
-        whole = watch.median(lambda: _step(model, batch, loss_fn), (model,), is_alone=True)
-        updates = {name: _time_update(model.get_submodule(name), optimizer_states, watch) for name in names}
+        times = watch.measure(_pieces_of(model, batch, loss_fn, trace, size, optimizer_states))
         plan: list[Any] = [None]
         if link is None:
             link = _measure_link(group, trace.device) if size > 1 else Link(0.0, 1.0)
@@ -98,7 +97,7 @@ def deploy(
                 devices=size, units=watch.units, memory_bytes=memory, link=link, is_measured=not isinstance(mesh, int)
             )
             try:
-                work = _to_work(model, trace, times, whole, updates, cluster, optimizer_states)
+                work = _to_work(model, trace, times, cluster, optimizer_states)
                 plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
             except ApolloError as error:
                 plan = [error]
@@ -292,6 +291,15 @@ def _call(model: nn.Module, batch: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- times
 
 
+class _Piece(NamedTuple):
+    """Work to time: a forward, and the backward of what it returns."""
+
+    work: Callable[[], Any]
+    parameters: tuple[nn.Parameter, ...]
+    is_alone: bool
+    """Whether a rank would run it alone; else the slowest rank of every repetition counts."""
+
+
 class _Watch:
     """Times work on all ranks at once.
 
@@ -308,79 +316,85 @@ class _Watch:
             torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else torch.get_num_threads()
         )
 
-    def median(self, work: Callable[[], Any], modules: Sequence[nn.Module], *, is_alone: bool) -> tuple[int, int]:
-        """Return nanoseconds of the forward and the backward of `work`, which returns tensors.
+    def measure(self, pieces: Mapping[Hashable, _Piece]) -> dict[Hashable, tuple[int, int]]:
+        """Return median nanoseconds of forward and backward of every piece; they take turns, so that noise is fair."""
+        repeats = {}
+        for key, piece in pieces.items():
+            for _ in range(WARM_UPS):
+                self._once(key, piece)
+            last = sum(ns for _, ns in self._stopwatch.read()[-2:])
+            repeats[key] = min(max(round(BUDGET_NS / max(1.0, self._slowest([last]).item())), LEAST), MOST)
+        for turn in range(max(repeats.values())):
+            for key, piece in pieces.items():
+                if turn < repeats[key]:
+                    self._once(key, piece)
+        spans: dict[Hashable, list[int]] = {key: [] for key in pieces}
+        for found, ns in self._stopwatch.read():
+            spans[found].append(ns)
+        medians = {}
+        for key, piece in pieces.items():
+            both = []
+            for own in (spans[key][::2], spans[key][1::2]):
+                slowest = self._slowest([statistics.median(own)] if piece.is_alone else own)
+                both.append(round(slowest.median().item()))
+            medians[key] = (both[0], both[1])
+        return medians
 
-        Arguments:
-            work: the forward.
-            modules: what it runs.
-            is_alone: whether a rank would run it alone; else the slowest rank of every repetition counts.
-        """
-        parameters = [each for module in modules for each in module.parameters()]
-        for _ in range(WARM_UPS):
-            self._once(work, parameters)
-        warm = torch.tensor([span for _, span in self._stopwatch.read()[-2:]], dtype=torch.float64, device=self._device)
-        repeats = min(max(round(BUDGET_NS / max(1.0, self._slowest(warm).sum().item())), LEAST), MOST)
-        for _ in range(repeats):
-            self._once(work, parameters)
-        spans = torch.tensor([ns for _, ns in self._stopwatch.read()], dtype=torch.float64, device=self._device)
-        spans = spans.reshape(repeats, 2)
-        if is_alone:
-            spans = spans.median(dim=0, keepdim=True).values
-        forward_ns, backward_ns = self._slowest(spans).median(dim=0).values.tolist()
-        return round(forward_ns), round(backward_ns)
-
-    def _once(self, work: Callable[[], Any], parameters: Sequence[nn.Parameter]) -> None:
+    def _once(self, key: Hashable, piece: _Piece) -> None:
         """Time one forward and backward; all ranks begin together."""
         if self._group is not None:
             dist.barrier(group=self._group)
         self._stopwatch.begin()
-        outputs = [each for each in leaves_of(work()) if isinstance(each, torch.Tensor) and each.requires_grad]
-        self._stopwatch.end("forward")
+        outputs = [each for each in leaves_of(piece.work()) if isinstance(each, torch.Tensor) and each.requires_grad]
+        self._stopwatch.end(key)
         grads = [torch.ones_like(each) for each in outputs]
-        for parameter in parameters:
+        for parameter in piece.parameters:
             parameter.grad = None
         self._stopwatch.begin()
         if outputs:
             torch.autograd.backward(outputs, grads)
-        self._stopwatch.end("backward")
+        self._stopwatch.end(key)
 
-    def _slowest(self, spans: torch.Tensor) -> torch.Tensor:
+    def _slowest(self, values: Sequence[float]) -> torch.Tensor:
         """Return the largest value of all ranks, by element."""
+        found = torch.tensor(values, dtype=torch.float64, device=self._device)
         if self._group is not None:
-            dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=self._group)
-        return spans
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return found
 
 
-def _step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    return loss_fn(_call(model, batch))
+def _pieces_of(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[Any], torch.Tensor],
+    trace: _Trace,
+    size: int,
+    optimizer_states: int,
+) -> dict[Hashable, _Piece]:
+    """Return what is timed: the step, calls by name and number of devices that divide the samples, updates."""
+    pieces: dict[Hashable, _Piece] = {
+        REST: _Piece(lambda: loss_fn(_call(model, batch)), tuple(model.parameters()), is_alone=True)
+    }
+    for record in trace.calls:
+        pieces["update", record.module_name] = _Piece(_update_of(record.module, optimizer_states), (), is_alone=True)
+        for devices in sorted({*(1 << power for power in range(size.bit_length()) if 1 << power <= size), size}):
+            if devices == 1 or _is_divisible(record, trace.samples, devices):
+                args, kwargs = _first_part((record.args, record.kwargs), trace.samples, devices)
+                work = partial(record.module, *args, **kwargs)
+                pieces[record.name, devices] = _Piece(work, tuple(record.module.parameters()), is_alone=devices == 1)
+    return pieces
 
 
-def _time_call(record: _Record, samples: int, size: int, watch: _Watch) -> list[CallTime]:
-    """Return the times of a call by number of devices that divide the samples."""
-    sizes = [1 << power for power in range(size.bit_length()) if 1 << power <= size]
-    found = []
-    for devices in sorted({*sizes, size}):
-        if devices > 1 and not _is_divisible(record, samples, devices):
-            continue
-        args, kwargs = _first_part((record.args, record.kwargs), samples, devices)
-        forward_ns, backward_ns = watch.median(
-            partial(record.module, *args, **kwargs), (record.module,), is_alone=devices == 1
-        )
-        found.append(CallTime(devices=devices, units=watch.units, forward_ns=forward_ns, backward_ns=backward_ns))
-    return found
-
-
-def _time_update(module: nn.Module, optimizer_states: int, watch: _Watch) -> int:
-    """Return nanoseconds of an optimizer's step: AdamW, or SGD if it keeps at most one tensor per parameter."""
+def _update_of(module: nn.Module, optimizer_states: int) -> Callable[[], Any]:
+    """Return an optimizer's step: of AdamW, or of SGD if it keeps at most one tensor per parameter."""
     copies = [each.detach().clone().requires_grad_() for each in module.parameters() if each.requires_grad]
     if not copies:
-        return 0
+        return lambda: None
     for each in copies:
         each.grad = torch.zeros_like(each)
     is_adam = optimizer_states > 1
     optimizer = torch.optim.AdamW(copies) if is_adam else torch.optim.SGD(copies, momentum=0.9 * optimizer_states)
-    return watch.median(optimizer.step, (), is_alone=True)[0]
+    return optimizer.step
 
 
 def _is_divisible(record: _Record, samples: int, devices: int) -> bool:
@@ -420,7 +434,7 @@ def _measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link
             message[0].item()  # waits for the device
             spans[index] = time.perf_counter() - begin
         dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=group)
-        times.append(spans[WARM_UPS:].median().item())
+        times.append(spans[WARM_UPS:].mean().item())  # a step waits for many of them: their sum counts
     rounds = 2 * (dist.get_world_size(group) - 1)
     per_byte = max(times[1] - times[0], 1e-9) / (MESSAGES[1] - MESSAGES[0])
     return Link(times[0] / rounds, rounds / dist.get_world_size(group) / per_byte)
@@ -432,14 +446,20 @@ def _measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link
 def _to_work(
     model: nn.Module,
     trace: _Trace,
-    times: Mapping[str, Sequence[CallTime]],
-    whole: tuple[int, int],
-    updates: Mapping[str, int],
+    measured: Mapping[Hashable, tuple[int, int]],
     cluster: Cluster,
     optimizer_states: int,
 ) -> StepWork:
     """Return the work of the planner, with the code between the modules as the last call."""
-    alone = {call.name: times[call.name][0] for call in trace.calls}
+    sizes = {call.name: [n for n in cluster.sizes if (call.name, n) in measured] for call in trace.calls}
+    times = {
+        name: [
+            CallTime(devices=n, units=cluster.units, forward_ns=measured[name, n][0], backward_ns=measured[name, n][1])
+            for n in own
+        ]
+        for name, own in sizes.items()
+    }
+    alone = {name: found[0] for name, found in times.items()}
     by_module: Counter[str] = Counter()
     for call in trace.calls:
         by_module[call.module_name] += alone[call.name].forward_ns + alone[call.name].backward_ns
@@ -456,7 +476,7 @@ def _to_work(
     calls = [_to_call(call, trace, times[call.name], read_by[call.name], cluster) for call in kept]
     rest = [
         max(0, total - sum(getattr(alone[call.name], f"{kind}_ns") for call in kept))
-        for kind, total in zip(("forward", "backward"), whole, strict=True)
+        for kind, total in zip(("forward", "backward"), measured[REST], strict=True)
     ]
     calls.append(
         Call(
@@ -470,7 +490,8 @@ def _to_work(
     )
     placed = dict.fromkeys(call.module_name for call in kept)
     states = [
-        _to_state(name, model.get_submodule(name).parameters(), optimizer_states, updates[name]) for name in placed
+        _to_state(name, model.get_submodule(name).parameters(), optimizer_states, measured["update", name][0])
+        for name in placed
     ]
     owned = {id(p) for name in placed for p in model.get_submodule(name).parameters()}
     left = [p for p in model.parameters() if id(p) not in owned]
@@ -492,8 +513,10 @@ def _to_call(
     tensors = [each for each in leaves_of((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
     returned = sum(each.nbytes for each in tensors if each.requires_grad)
 
-    def transfer_ns(num_bytes: int) -> int:
-        return seconds_to_ns(all_gather_seconds(num_bytes, cluster.devices, cluster.link)) if num_bytes else 0
+    def transfer_ns(num_bytes: int, parts: int) -> int:
+        if not num_bytes or cluster.devices == 1:
+            return 0
+        return seconds_to_ns(parts * send_seconds(num_bytes / parts, cluster.link))
 
     return Call(
         name=call.name,
@@ -506,8 +529,8 @@ def _to_call(
             CallTime(
                 devices=each.devices,
                 units=each.units,
-                forward_ns=each.forward_ns + transfer_ns(sent),
-                backward_ns=each.backward_ns + transfer_ns(returned),
+                forward_ns=each.forward_ns + transfer_ns(sent, each.devices),
+                backward_ns=each.backward_ns + transfer_ns(returned, each.devices),
             )
             for each in times
         ),
