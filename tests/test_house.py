@@ -245,7 +245,7 @@ BUDGETS = {
     "passes": 2_900,
     "planner": 3_950,
     "reports": 3_050,
-    "session": 5_950,
+    "session": 6_000,
     "store": 950,
     "target": 750,
     "tools": 3_950,

@@ -63,11 +63,19 @@ class Operator:
     """Whether it belongs to the segment that computes its first input, not to its readers."""
     waits: bool = False
     """Whether it waits for a collective."""
+    takes_part: bool = False
+    """Whether it is a view of a part of its input, at a place that its arguments say."""
 
 
-def view() -> Operator:
+def view(*, takes_part: bool = False) -> Operator:
     """Return the entry of an operator whose result is its first input or a view of it."""
-    return Operator(kind=WorkKind.VIEW, read=formulas.nothing, written=formulas.nothing, launches=formulas.nothing)
+    return Operator(
+        kind=WorkKind.VIEW,
+        read=formulas.nothing,
+        written=formulas.nothing,
+        launches=formulas.nothing,
+        takes_part=takes_part,
+    )
 
 
 def free(*, reads_only: str = "", stays_with_input: bool = False, waits: bool = False) -> Operator:

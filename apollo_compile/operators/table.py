@@ -51,11 +51,12 @@ _ROWS: tuple[tuple[str, Operator, str], ...] = (
         "aten",
         view(),
         "alias as_strided chunk _conj detach diagonal expand expand_as lift lift_fresh narrow _neg_view permute real "
-        "reshape _reshape_alias select slice split split_with_sizes squeeze swapaxes t transpose unbind unfold "
+        "reshape _reshape_alias split split_with_sizes squeeze swapaxes t transpose unbind unfold "
         "unsqueeze view _unsafe_view view_as_complex view_as_real",
     ),
     ("prims", view(), "broadcast_in_dim split_dim view_of"),
-    ("", view(), "getitem"),
+    ("aten", view(takes_part=True), "select slice"),
+    ("", view(takes_part=True), "getitem"),
     (
         "aten",
         free(),

@@ -409,11 +409,12 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     return NodeKind.COMPUTE
 
 
-_PARTS = ("aten.select.int", "aten.slice.Tensor", "getitem")
-"""Operators that take a part of a tensor, or of a list of views."""
-
 _FEWEST_PARTS = 4
 """Queries, keys and values are three parts, and stay in the segment that reads them."""
+
+
+def _takes_part(node: Node) -> bool:
+    return find_operator(node.target).takes_part and not node.sizes
 
 
 def _with_parts(nodes: Sequence[Node], written: Collection[NodeId], is_aligned: Sequence[bool]) -> tuple[Node, ...]:
@@ -429,7 +430,7 @@ def _with_parts(nodes: Sequence[Node], written: Collection[NodeId], is_aligned: 
     for node in nodes:
         if changing & set(node.inputs):
             changing.add(node.id)
-        elif node.kind is NodeKind.CHEAP and node.target in _PARTS and not node.sizes and is_aligned[node.id]:
+        elif node.kind is NodeKind.CHEAP and _takes_part(node) and is_aligned[node.id]:
             alike[node.inputs, node.target, node.value].append(node.id)
     parts = {node for found in alike.values() if len(found) >= _FEWEST_PARTS for node in found}
     return tuple(replace(node, kind=NodeKind.PART) if node.id in parts else node for node in nodes)

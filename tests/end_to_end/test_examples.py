@@ -23,7 +23,9 @@ from apollo_compile.session import backend, registry
 
 FOLDER = Path(__file__).parents[2] / "examples"
 BODIES = ["eager", pytest.param("native", marks=pytest.mark.soak)]
-PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
+PLANS = {"deploy", "simulate_deployment"}
+"""Programs that compile nothing; `tests/distributed/test_deploy.py` runs them."""
+PROGRAMS = sorted({path.stem for path in FOLDER.glob("*.py")} - PLANS)
 
 
 @pytest.fixture
@@ -85,10 +87,9 @@ def test_a_program_has_the_losses_of_eager(
 
 def test_the_page_of_examples_names_all_of_them() -> None:
     """And no other."""
-    assert (
-        sorted(re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(), re.MULTILINE))
-        == PROGRAMS
-    )
+    assert sorted(
+        re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    ) == sorted([*PROGRAMS, *PLANS])
     assert len(PROGRAMS) == 5
 
 

@@ -84,6 +84,6 @@ def test_a_limit_that_forbids_coarse_filling_is_said(case: Path, capsys: pytest.
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its name."""
-    assert main(["pipeline", "simulate", str(tmp_path / "none.json")]) == 1
+    assert main(["pipeline", "simulate", str(tmp_path / "none.json")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "none.json" in line
