@@ -21,7 +21,7 @@ from apollo_compile.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy wants to change; stops come first."""
+    """Changes that a policy asks for; stops come first."""
 
     start: tuple[tuple[int, Gang], ...] = ()
     """Indices of waiting jobs with their gangs."""
@@ -44,7 +44,7 @@ class Running:
 
 @dataclass(slots=True)
 class State:
-    """What a policy may look at."""
+    """State of the cluster and of the jobs that a policy may look at."""
 
     cluster: Cluster
     jobs: Sequence[Job]
@@ -57,7 +57,7 @@ class State:
     room: Room
     """Free devices; a policy may use a copy only."""
     service: list[float]
-    """By job, device-seconds that it got in earlier intervals."""
+    """Device-seconds that each job got in earlier intervals."""
 
 
 class Policy(Protocol):

@@ -66,7 +66,7 @@ class Job:
     gangs: tuple[Gang, ...]
     arrival_s: float = 0.0
     devices: int = 0
-    """What the user asked for, where a policy does not choose; 0 is the smallest gang."""
+    """Devices that the user asked for, where a policy does not choose; 0 is the smallest gang."""
     samples: float = 1.0
     """Samples of a step, for throughput."""
     command: tuple[str, ...] = ()
@@ -96,11 +96,11 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What a policy made of the jobs."""
+    """Jobs as a policy ran them."""
 
     policy: str
     placements: tuple[Placement, ...]
-    """By start; a job that was interrupted has several."""
+    """Runs, by start; a job that was interrupted has several."""
     completion_s: tuple[float, ...]
     """From arrival to end, by job."""
     end_s: tuple[float, ...]
@@ -133,7 +133,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterPlan:
-    """Which job runs where and when, uninterrupted."""
+    """Plan of jobs: where and when each runs, uninterrupted."""
 
     objective: str
     cluster: Cluster

@@ -32,7 +32,7 @@ UPDATE_TRAFFIC = 7
 """Adam reads the four copies, and writes three."""
 
 BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel reduces at once; the last bucket is final after the backward has ended."""
+"""Bytes that DistributedDataParallel reduces at once; the last bucket is final after the backward has ended."""
 
 MICROBATCHES_PER_STAGE = (1, 2, 4)
 """Numbers of micro-batches per stage that are tried."""
@@ -56,9 +56,9 @@ class Layer:
     activation_bytes: int
     """Largest output of the forward."""
     saved_bytes: int
-    """What the forward keeps for the backward."""
+    """Bytes that the forward keeps for the backward."""
     cut_bytes: int
-    """What crosses to the next stage if the pipeline is cut after this layer."""
+    """Bytes that cross to the next stage if the pipeline is cut after this layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class Estimate:
     """Samples of a step, over all devices."""
     cells: tuple[Cell, ...]
     sources: Mapping[str, str]
-    """By device, where its numbers are from."""
+    """Sources of numbers, by device."""
 
 
 TimesOf = Callable[[int], ModelTimes]

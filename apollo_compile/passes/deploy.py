@@ -88,14 +88,14 @@ class Call:
     activation_bytes: int
     """Bytes that the backward needs, for the whole batch."""
     outputs: tuple[int, ...] = ()
-    """Which of its output tensors are used after it."""
+    """Output tensors that are used after it."""
     times: tuple[CallTime, ...]
     """By group that may run it; all calls of a module have times for the same groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleState:
-    """What a module keeps on each of its devices."""
+    """Memory that a module keeps on each of its devices."""
 
     name: str
     state_bytes: int
@@ -163,7 +163,7 @@ class Deployment:
     groups: tuple[Group, ...]
     """By module, in the order of `work.modules`."""
     bars: tuple[Bar, ...]
-    """By start."""
+    """Runs of modules, by start."""
     step_ns: int
     bound_ns: int
     """Proven lower bound of the step of every deployment."""

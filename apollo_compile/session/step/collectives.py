@@ -65,7 +65,7 @@ Propose = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Averages:
-    """What a program needs to average gradients."""
+    """Buckets of gradients, and how a program averages them."""
 
     buckets: Sequence[Sequence[torch.Tensor]]
     """Parameters by bucket, in the order of the collectives."""
