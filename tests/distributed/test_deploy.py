@@ -144,8 +144,8 @@ def test_what_a_small_module_passes_on_is_read_too() -> None:
     """It stays with the code between the others."""
     torch.manual_seed(0)
     chain = work.Chain()
-    chain.encoder = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 4)
-    chain.reader = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 4)
+    chain.encoder = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 32)
+    chain.reader = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 32)
     chain.small = nn.Identity()
     chain.forward = lambda image, text: chain.reader(chain.small(chain.encoder(image))) @ text.T  # type: ignore[method-assign]
     batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
