@@ -50,9 +50,9 @@ class Layer:
     products: int
     """Matrix products of the forward."""
     weight_bytes: int
-    """Of trained parameters."""
+    """Bytes of trained parameters."""
     frozen_bytes: int
-    """Of the other parameters."""
+    """Bytes of the other parameters."""
     activation_bytes: int
     """Largest output of the forward."""
     saved_bytes: int

@@ -31,7 +31,7 @@ _REFERENCES = {
     Variant.TRACED: "torch.compile",
     Variant.EAGER: "eager",
 }
-"""What would run without apollo, by the name that its users know."""
+"""Name of the code that would run without apollo, as its users know it."""
 
 OWN_PLANS = (Variant.PLAN, Variant.NARROW)
 """Variants with a plan that reports draw."""

@@ -297,7 +297,7 @@ class _OrderKeeper:
 
     @property
     def written(self) -> Iterable[fx.Node]:
-        """What was written to."""
+        """Return the values that something writes to."""
         return self._writer
 
     def after(

@@ -87,10 +87,10 @@ class _Placed:
     """Its group, if there are several ranks in it and this is one of them."""
     rank: int
     outputs: frozenset[int]
-    """Which tensors of the output are used."""
+    """Places of the output's tensors that are used."""
     is_inside: bool = False
     known: dict[Any, Any] = field(default_factory=dict)
-    """By inputs, the output with `_Leaf` in place of tensors."""
+    """Outputs by inputs, with `_Leaf` in place of tensors."""
 
     def __post_init__(self) -> None:
         """Remember the module's own forward."""

@@ -469,7 +469,7 @@ def _to_work(
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
     names = {call.name for call in kept}
     read_by: dict[str, tuple[str, ...]] = {}
-    """By call, the kept calls that it reads, also through others."""
+    """Kept calls that each call reads, also through others."""
     for call in trace.calls:
         found = [(name,) if name in names else read_by[name] for name in call.inputs]
         read_by[call.name] = tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
