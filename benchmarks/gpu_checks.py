@@ -37,7 +37,6 @@ from benchmarks.gpu_step_checks import (
 )
 from benchmarks.gpu_training_checks import (
     backwards_have_the_masks_of_their_forwards,
-    kernels_of_a_model_are_in_their_lanes,
     lanes_account_for_their_memory,
     loops_are_as_in_eager,
     masks_are_right_under_replay,
@@ -81,7 +80,7 @@ def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
     free = native.memory()[0]
     begin = time.perf_counter_ns()
     for atom in range(native.num_atoms):
-        native.lane([atom], native.priorities[0])
+        native.lane([atom])
     made_ns = (time.perf_counter_ns() - begin) // native.num_atoms
     taken = (free - native.memory()[0]) // native.num_atoms
     first, last = native.atom_sizes[0], native.atom_sizes[-1]
@@ -92,7 +91,7 @@ def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
 
 
 def lanes_pass_the_self_check(gpu: TorchGpu) -> Outcome:
-    """T1, T2, T4, T5: the self-check: censuses in eager and in replay, nodes of graphs, hand-overs, steps, dropout.
+    """T1, T2, T4, T5: the self-check: censuses in eager and in replay, hand-overs, steps, dropout.
 
     It is made anew, as users have it, and kept: doctor shows this verdict, and models that are measured rely on it.
     """
@@ -219,7 +218,7 @@ def _cooperative_on_a_lane(gpu: TorchGpu) -> str:
 
 
 def splits_against_streams(gpu: TorchGpu) -> Outcome:
-    """T8: two encoders side by side on every split in two, by priorities, on streams, in turn."""
+    """T8: two encoders side by side on every split in two, on streams, in turn."""
     encoders, inputs = [], []
     for name in ("image", "text"):
         tower = SHAPES["clip_b32"].towers[name]
@@ -227,23 +226,21 @@ def splits_against_streams(gpu: TorchGpu) -> Outcome:
         inputs.append(torch.randn(32, tower.tokens, tower.width, device=gpu.device, dtype=torch.bfloat16))
     bodies = [lambda taken, encoder=encoder: [encoder(taken.pop())] for encoder in encoders]
 
-    def time_of(device: TorchGpu, lanes: Sequence[Lane], urgency: dict[LaneId, int] | None = None) -> int:
+    def time_of(device: TorchGpu, lanes: Sequence[Lane]) -> int:
         program = beside(lanes, bodies=range(len(bodies)))
-        launcher = Launcher(program, bodies, device, urgency)
+        launcher = Launcher(program, bodies, device)
         return time_graph(device, partial(launch_with, launcher, inputs))
 
     atoms, halves = gpu.native.num_atoms, split_evenly(gpu, 2)
     whole = Lane(id=LaneId(0), units=tuple(range(gpu.native.num_sms)))
-    first = {LaneId(0): 1}
     with torch.no_grad():
         times = {"one stream": time_of(gpu, [whole, whole])}
         times["streams"] = time_of(gpu.sharing(Sharing.FREE), halves)
-        times["priorities"] = time_of(gpu.sharing(Sharing.URGENCY), halves, first)
         for part in range(1, atoms):
             lanes = split_lanes(gpu.native.atom_sizes, (part, atoms - part))
             times[" + ".join(str(len(lane.units)) for lane in lanes)] = time_of(gpu, lanes)
-    best = min(list(times)[3:], key=lambda name: times[name])
-    shown = ", ".join(f"{name} {format_ns(times[name])}" for name in (*list(times)[:3], best))
+    best = min(list(times)[2:], key=lambda name: times[name])
+    shown = ", ".join(f"{name} {format_ns(times[name])}" for name in (*list(times)[:2], best))
     return Outcome(is_met=True, text=f"{shown} (the best of {atoms - 1} splits)", numbers=times)
 
 
@@ -478,7 +475,6 @@ UNTIMED_CHECKS: Mapping[str, Check] = {
     "T7 training": training_is_as_in_eager,
     "T15 sizes and numbers": sizes_and_numbers_may_change,
     "T5 T7 dropout": masks_are_those_of_inductor,
-    "T2 kernels of a model": kernels_of_a_model_are_in_their_lanes,
     "T13 failures": failures_and_recaptures_leave_no_trace,
 }
 """What computes and compares, whatever else goes on. Most compile models; those that share one follow each other."""

@@ -44,7 +44,7 @@ def test_checks_that_only_launch_can_do_so(check: Check, monkeypatch: pytest.Mon
     assert outcome.text and all(ns > 0 for ns in outcome.numbers.values())
     assert not gpu.races and not any(other.races for other in gpu.others.values())
     if check is gpu_checks.splits_against_streams:
-        assert len(outcome.numbers) == 3 + 15 and {"8 + 124", "64 + 68", "120 + 12"} <= set(outcome.numbers)
+        assert len(outcome.numbers) == 2 + 15 and {"8 + 124", "64 + 68", "120 + 12"} <= set(outcome.numbers)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@
     memory.py         the CUDA graphs that are alive: those of a model, and those of a device
     whole.py          a whole graph of Inductor as a program of one segment
     measure.py        times every body on every quota
-    urgency.py        priorities of lanes that share SMs
     quota.py          checks the bytes of every lane against its quota
 
 Note [who owns a buffer]: torch's allocator reuses the memory of a freed tensor at once, in host order, for later
