@@ -1,7 +1,5 @@
 """Decide which candidate runs each step of a training loop, until the fastest is known.
 
-    Tuner.offer(candidates);  Tuner.begin_step() -> the variant of the step that begins;  Tuner.record(ns)
-
     1. The candidates that can run are compared (`comparison.py`); the winner runs from then on.
     2. A candidate that has to be compiled first is late: it is compiled, and compared with the winner, once its
        compile is within the budget (`budget.py`), or at once if it is urgent, which its owner decides by the verdict.
@@ -115,7 +113,7 @@ class Tuner(Decision):
                     error,
                 )
                 left = self._candidates.compiled()
-                self._winner = left[-1]
+                self.winner = left[-1]
                 self._compare(left)
                 return
         self._candidates.leave_out_losers(verdict)
@@ -131,11 +129,11 @@ class Tuner(Decision):
     def drop(self, variant: Variant) -> None:
         """Compare and run this candidate no more; the others are compared again if it was running."""
         self.forget(variant)
-        names = [self._winner] if self._comparison is None else self._comparison.names
+        names = [self.winner] if self._comparison is None else self._comparison.names
         left = [Variant(each) for each in names if each != variant]
-        if self._winner == variant:
+        if self.winner == variant:
             self.verdict, left = None, self._candidates.compiled()
-            self._winner = left[-1]
+            self.winner = left[-1]
         self._compare(left)
 
     # ----------------------------------------------------------------------------------------------------------- steps
@@ -168,7 +166,7 @@ class Tuner(Decision):
                 return self.current
             if self._rules.is_timed_by_turn and not _may_compare(self):
                 self.spoil()
-                self.current = self._winner
+                self.current = self.winner
                 return self.current
             if self._turn_began_ns is not None and comparison.is_turn_complete:
                 comparison.record((self._now_ns() - self._turn_began_ns) // comparison.num_timed)
@@ -205,7 +203,7 @@ class Tuner(Decision):
             self._comparison = None
             if self.verdict is None:
                 self.verdict = Verdict(standings=(unmeasured(ordered[0]),), num_steps=0)
-            self._winner = ordered[0]
+            self.winner = ordered[0]
             self._conclude()
             return
         self._comparison = Comparison(ordered, self._required, self._rules)
@@ -230,13 +228,13 @@ class Tuner(Decision):
         if urgent is not None:
             self._add_late(urgent)
         if self._comparison is None:
-            self._settle_on(self._winner, is_confirmed=self._is_confirmed)
+            self._settle_on(self.winner, is_confirmed=self._is_confirmed)
             if self.verdict.is_measured:
                 _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
             self._tell(self.verdict)
 
     def _settle_on(self, variant: Variant, *, is_confirmed: bool = False) -> None:
-        self.current = self._winner = variant
+        self.current = self.winner = variant
         self._drift.restart(is_confirmed=is_confirmed)
         self._num_to_skip = 0 if self.is_watched or self._candidates.late else math.inf
         self._remaining = ()
@@ -279,7 +277,7 @@ class Tuner(Decision):
         except CandidateError as error:
             _logger.warning("%s: %s is not compared: %s", self._name, variant, error)
         else:
-            self._compare([self._winner, variant])
+            self._compare([self.winner, variant])
         finally:
             self.spend(self.clock() - begin)
 

@@ -17,7 +17,7 @@ from apollo_compile.autotune.tuner import ABANDONED_NS, Tuner
 from apollo_compile.ir import Variant, Verdict
 from tests.autotune.machine import INDUCTOR, PLAN, SERIAL, earlier
 
-LOOP, EAGER, TRACED = Variant.LOOP, Variant.EAGER, Variant.TRACED
+LOOP, TRACED = Variant.LOOP, Variant.TRACED
 
 MS, S = 1_000_000, 1_000_000_000
 
