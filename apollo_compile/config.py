@@ -199,25 +199,14 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
     Raises:
         ConfigError: an option is unknown, a value has the wrong type or is not allowed, or there is no plan file.
     """
-    config = Config()
-    for variable, name in _VARIABLES.items():
-        text = os.environ.get(variable)
-        if text is not None and text != "":
-            origin = f"environment variable {variable}"
-            value = _read_flag(text, origin) if name in _FLAG_OPTIONS else text
-            config = _set(config, name.split("."), value, origin)
-            _check_level(name, value, origin)
-            _check_plan_file(name, value, origin)
     for variable in os.environ.keys() - _VARIABLES.keys():
         if variable.startswith(_PREFIX):
             _warn_of_variable(variable)
     inductor, own = _take_inductor(options or {})
-    config = replace(config, inductor=inductor)
-    for name, value in _flatten(own):
-        config = _set(config, name.split("."), value, f"option {name!r}")
-        _check_range(name, value)
-        _check_level(name, value, f"option {name!r}")
-        _check_plan_file(name, value, f"option {name!r}")
+    config = Config(inductor=inductor)
+    for name, value, origin in (*_set_in_environment(), *((n, v, f"option {n!r}") for n, v in _flatten(own))):
+        config = _set(config, name.split("."), value, origin)
+        _check(name, value, origin)
     return config if config.device.cache else _set(config, ["device", "cache"], _user_cache(), "cache directory")
 
 
@@ -344,30 +333,32 @@ def _warn_of_variable(variable: str) -> None:
     )
 
 
-def _read_flag(text: str, origin: str) -> bool:
-    if text.lower() not in _FLAGS:
-        raise ConfigError(f"{origin} has value {text!r}; expected 1 or 0, true or false, yes or no")
-    return _FLAGS[text.lower()]
+def _set_in_environment() -> Iterator[tuple[str, Any, str]]:
+    """Yield names and values of the options that variables set, and what set them."""
+    for variable, name in _VARIABLES.items():
+        text, origin = os.environ.get(variable), f"environment variable {variable}"
+        if not text:
+            continue
+        if name in _FLAG_OPTIONS and text.lower() not in _FLAGS:
+            raise ConfigError(f"{origin} has value {text!r}; expected 1 or 0, true or false, yes or no")
+        yield name, _FLAGS[text.lower()] if name in _FLAG_OPTIONS else text, origin
 
 
-def _check_plan_file(name: str, value: Any, origin: str) -> None:
-    if name == "plan.file" and value is not None and not Path(value).exists():
+def _check(name: str, value: Any, origin: str) -> None:
+    """Check a value of the right type: its range, its level, or whether the file exists."""
+    if value is None:
+        return
+    least, largest = _RANGES.get(name, (-math.inf, math.inf))
+    if name in _RANGES and not least <= value <= largest:
+        expected = f"at least {least}" if largest == math.inf else f"between {least} and {largest}"
+        raise ConfigError(f"{origin} is {value!r}; expected {expected}")
+    if name == "debug.log" and value.upper() not in (known := logging.getLevelNamesMapping()):
+        raise ConfigError(f"{origin} has value {value!r}; choose one of {', '.join(known)}")
+    if name == "plan.file" and not Path(value).exists():
         raise ConfigError(
             f"{origin} is {str(value)!r}, which does not exist; expected a plan.json, or a directory written by "
             "debug.dump"
         )
-
-
-def _check_range(name: str, value: Any) -> None:
-    least, largest = _RANGES.get(name, (-math.inf, math.inf))
-    if value is not None and name in _RANGES and not least <= value <= largest:
-        expected = f"at least {least}" if largest == math.inf else f"between {least} and {largest}"
-        raise ConfigError(f"option {name!r} is {value!r}; expected {expected}")
-
-
-def _check_level(name: str, value: Any, origin: str) -> None:
-    if name == "debug.log" and value is not None and value.upper() not in (known := logging.getLevelNamesMapping()):
-        raise ConfigError(f"{origin} has value {value!r}; choose one of {', '.join(known)}")
 
 
 def _convert(value: Any, kind: Any, origin: str) -> Any:
@@ -375,11 +366,6 @@ def _convert(value: Any, kind: Any, origin: str) -> Any:
         if value in get_args(kind):
             return value
         raise ConfigError(f"{origin} has value {value!r}; choose one of {', '.join(map(repr, get_args(kind)))}")
-    if get_origin(kind) in (UnionType, Union) and bool in get_args(kind):
-        words = [word for choice in get_args(kind) for word in get_args(choice)]
-        if isinstance(value, bool) or value in words:
-            return value
-        raise ConfigError(f"{origin} has value {value!r}; choose one of {', '.join(map(repr, [*words, True, False]))}")
     if get_origin(kind) in (UnionType, Union):
         if value is None:
             return None

@@ -91,17 +91,13 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if kind is int:
         return _expect(_is_integer(value), value, "a value of type int with at most 64 bits", place)
     if kind is str:
-        return _expect(isinstance(value, str) and _is_text(value), value, "a value of type str", place)
+        is_text = isinstance(value, str) and not any("\ud800" <= each <= "\udfff" for each in value)  # surrogates
+        return _expect(is_text, value, "a value of type str", place)
     return _expect(isinstance(value, kind), value, f"a value of type {kind.__name__}", place)
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -_MAX_INTEGER <= value <= _MAX_INTEGER
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be encoded in UTF-8: JSON escapes may contain lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _read_union(kind: Any, value: Any, place: str) -> Any:

@@ -182,13 +182,11 @@ def plan_partition(
     config: Config,
     runner: StageRunner,
     lanes: tuple[Lane, ...] | None = None,
-    is_narrow: bool = False,
     pinned: Plan | None = None,
 ) -> Compilation:
     """Run the stages from cost to program on a partition.
 
-    The lane catalogue is that of the profile, unless `lanes` is another. With `is_narrow`, at most two segments run at
-    once; a `pinned` plan keeps its lanes and order.
+    The lane catalogue is that of the profile, unless `lanes` is another. A `pinned` plan keeps its lanes and order.
     """
     graph = partition.graph
     costs = _run_cost(graph, profile, observations, runner)
@@ -204,7 +202,6 @@ def plan_partition(
         time_limit_s=config.plan.time_limit_s,
         fixed_effort=config.plan.fixed_effort,
         memory_quota=config.plan.memory_quota,
-        is_narrow=is_narrow,
         pinned=pinned,
         check=partial(check.check_plan, graph=graph, costs=costs),
         text=partial(text.format_plan, graph=graph),

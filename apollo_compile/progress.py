@@ -3,23 +3,20 @@
     with Progress("compiling 0/0 forward") as progress:
         progress.at("body", 5, 14)
 
-A compile that takes longer than `PATIENCE_S` shows a bar if standard error is a terminal and logging is not configured.
-Otherwise it logs a line for each phase and every `PATIENCE_S`: `compiling 0/0 forward: body 5 of 14 after 10 s of about
-60 s`, with the second time if it is known. The level is INFO, but the line must be visible by default, so it goes to
-standard error if logging is not configured, and to the configured handlers otherwise. A level above INFO on the
-package's or this file's logger disables both, as `APOLLO_LOG=WARNING` does. Local ranks mostly compile the same graphs,
-so only the first one shows progress.
+A compile that takes longer than `PATIENCE_S` logs a line for each phase and every `PATIENCE_S`: `compiling 0/0 forward:
+body 5 of 14 after 10 s of about 60 s`, with the second time if it is known. The level is INFO, but the line must be
+visible by default, so it goes to standard error if logging is not configured, and to the configured handlers otherwise.
+A level above INFO on the package's or this file's logger disables it, as `APOLLO_LOG=WARNING` does. Local ranks mostly
+compile the same graphs, so only the first one shows progress.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from apollo_compile.config import local_rank
 
@@ -45,11 +42,10 @@ class Progress:
         self._phase: str | None = None
         self._number = self._count = 0
         self._shown: set[str] = set()
-        self._bar: Any = None
         self._shown_s = self._begin
         """Time of the latest line."""
         self._lock = threading.Lock()
-        """Guards the phase, the phases that were logged, and the bar."""
+        """Guards the phase, and the phases that were logged."""
         self._has_ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="apollo-progress", daemon=True)
 
@@ -60,13 +56,10 @@ class Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop the thread, and remove the bar."""
+        """Stop the thread."""
         self._has_ended.set()
         with self._lock:
             self._phase = None
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
 
     def at(self, phase: str, number: int = 0, count: int = 0) -> None:
         """Set the current phase, with the number of its step and of all its steps, if known."""
@@ -75,15 +68,13 @@ class Progress:
         self.look()
 
     def look(self) -> None:
-        """Show the phase if the compile takes long: on the bar, or in a line if the phase has no recent line."""
+        """Show the phase if the compile takes long and the phase has no recent line."""
         with self._lock:
             now_s = self._clock()
             elapsed_s = now_s - self._begin
             if self._phase is None or elapsed_s < PATIENCE_S or not _is_wanted():
                 return
-            if self._bar is not None or _has_terminal():
-                self._draw(f"{self._what}: {self._phase}")
-            elif self._phase not in self._shown or now_s - self._shown_s >= PATIENCE_S:
+            if self._phase not in self._shown or now_s - self._shown_s >= PATIENCE_S:
                 self._shown.add(self._phase)
                 self._shown_s = now_s
                 step = f" {self._number} of {self._count}" if self._count else ""
@@ -94,29 +85,12 @@ class Progress:
         while not self._has_ended.wait(PATIENCE_S):
             self.look()
 
-    def _draw(self, text: str) -> None:
-        if self._bar is None:
-            from tqdm import tqdm  # imported only for a compile that takes long
-
-            self._bar = tqdm(file=sys.stderr, leave=False, bar_format=_WITHOUT_STEPS)
-        self._bar.bar_format = _WITH_STEPS if self._count else _WITHOUT_STEPS
-        self._bar.total, self._bar.n = self._count or None, self._number
-        self._bar.set_description_str(text)  # draws it
-
-
-_WITH_STEPS, _WITHOUT_STEPS = "{desc} {n_fmt} of {total_fmt} |{bar}|", "{desc}"
-"""Formats of the bar; they have no time, since the bar is drawn only at changes."""
-
 
 def _is_wanted() -> bool:
     """Whether this is the first local rank, and the level of the package's or this file's logger is at most INFO."""
     levels = (logging.getLogger(name).level for name in (__name__, __name__.partition(".")[0]))
     level = next((level for level in levels if level != logging.NOTSET), logging.INFO)
     return level <= logging.INFO and local_rank()[0] == 0
-
-
-def _has_terminal() -> bool:
-    return not _logger.hasHandlers() and sys.stderr is not None and sys.stderr.isatty()
 
 
 def _tell(line: str) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import pty
-import re
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -119,34 +115,6 @@ def test_who_set_no_logging_up_reads_it_on_standard_error() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "compiling 0/0 forward: body 5 of 14 after 11 s\n")
-
-
-def test_on_a_terminal_there_is_a_bar() -> None:
-    """Instead of lines, from when the compile has taken long; it is gone when the compile ends."""
-    code = (
-        "import itertools\n"
-        "from apollo_compile.progress import Progress\n"
-        "with Progress('compiling 0/0 forward', clock=itertools.count(0, 4).__next__) as progress:\n"
-        "    for number in range(1, 5):\n"
-        "        progress.at('body', number, 14)\n"
-        "    progress.at('Inductor')\n"
-        "print('end')\n"
-    )
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, text=True, check=True)
-    os.set_blocking(ours, False)
-    shown = os.read(ours, 100_000).decode()
-    os.close(ours)
-    os.close(theirs)
-    drawn = [re.sub(r"\x1b\[\w+", "", text).strip() for text in shown.split("\r")]
-    drawn = [re.sub(r"\|.*\|", "|bar|", text) for text in drawn if text]
-    assert done.stdout == "end\n"
-    assert list(dict.fromkeys(drawn)) == [
-        "compiling 0/0 forward: body 3 of 14 |bar|",
-        "compiling 0/0 forward: body 4 of 14 |bar|",
-        "compiling 0/0 forward: Inductor",
-    ]
 
 
 def test_a_compile_tells_which_body_it_is_at(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,4 @@
-"""The candidates of a tuner, and which of them are compiled.
-
-Candidate                    one way to run the steps
-Candidates(...).compiled()   those that can run; `late` ones wait to be compiled, `lost` ones need not be
-"""
+"""The candidates of a tuner: those that can run, `late` ones that wait to be compiled, and `lost` ones."""
 
 from __future__ import annotations
 

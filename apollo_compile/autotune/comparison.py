@@ -217,17 +217,14 @@ class Comparison:
         if first >= self._required and all(other == first for other in others):
             self._rounds.append(self._round)
             fastest_ns = min(sum(times.values()) for times in self._round.values())
-            self._timed_per_turn = self._steps_that_take(fastest_ns)
+            untimed, steps = self._rules.untimed_steps, math.ceil(TURN_NS / max(1.0, fastest_ns))
+            least = self._rules.steps_per_turn - untimed
+            self._timed_per_turn = max(least, min(steps, MAX_STEPS_PER_TURN - untimed))
         self._num_rounds += 1
         self._round, self._turn = {}, 0
         leader = self._leader()
         self._alive = [name for name in self._alive if not self.is_faster(leader, name)]
         self._order = self._alive[:: -1 if self._num_rounds % 2 == 0 else 1]
-
-    def _steps_that_take(self, step_ns: float) -> int:
-        """Return the number of timed steps in a turn where a step takes so long."""
-        untimed, steps = self._rules.untimed_steps, math.ceil(TURN_NS / max(1.0, step_ns))
-        return max(self._rules.steps_per_turn - untimed, min(steps, MAX_STEPS_PER_TURN - untimed))
 
 
 def typical_steps(num_candidates: int, rules: Rules) -> int:

@@ -1,7 +1,4 @@
-"""The decision of a tuner: its candidates, the comparison that is running, and the verdict.
-
-Decision(rules)     what is known; `tuner.py` has what runs when
-"""
+"""The decision of a tuner: its candidates, the comparison that is running, and the verdict."""
 
 from __future__ import annotations
 
@@ -26,7 +23,8 @@ class Decision:
         self._candidates = Candidates()
         self._required: Collection[int] = (0,)
         """Parts of a step that must have run for a round to count."""
-        self._winner = Variant.PLAN
+        self.winner = Variant.PLAN
+        """The variant that runs between comparisons."""
         self._comparison: Comparison | None = None
         self._gaps: deque[int] = deque(maxlen=9)
         """Times between the beginnings of the latest compared steps."""
@@ -42,11 +40,6 @@ class Decision:
         """Whether nothing is being compared: there is a winner, and it is compiled."""
         is_waiting = self._unready() is not None or self._candidates.urgent(self.verdict) is not None
         return self._comparison is None and bool(self._candidates) and not is_waiting
-
-    @property
-    def winner(self) -> Variant:
-        """The variant that runs between comparisons."""
-        return self._winner
 
     @property
     def is_comparing(self) -> bool:
@@ -84,7 +77,7 @@ class Decision:
     @property
     def remaining(self) -> Collection[Variant]:
         """Variants that may still run, those that are late included."""
-        running = self._comparison.remaining if self._comparison is not None else (self._winner,)
+        running = self._comparison.remaining if self._comparison is not None else (self.winner,)
         return {*map(Variant, running), *self._candidates.late}
 
     def forget(self, variant: Variant) -> None:
@@ -93,35 +86,30 @@ class Decision:
 
     def _take(self, candidates: Sequence[Candidate], incumbent: Variant, required: Collection[int]) -> None:
         self._candidates = Candidates(candidates)
-        self._winner, self._required = incumbent, (0,) if self._rules.is_timed_by_turn else required
+        self.winner, self._required = incumbent, (0,) if self._rules.is_timed_by_turn else required
         self._comparison = None
 
     def _unready(self) -> Variant | None:
         """Return a candidate that still compiles in its own steps; None if there is none."""
-        names = [self._winner] if self._comparison is None else self._comparison.names
+        names = [self.winner] if self._comparison is None else self._comparison.names
         return self._candidates.unready(map(Variant, names))
 
     def _end_comparison(self, comparison: Comparison) -> None:
         """Reach a verdict."""
         is_known = comparison.num_rounds >= MIN_ROUNDS
-        incumbent = self._winner if self._winner in comparison.names else Variant(comparison.names[-1])
+        incumbent = self.winner if self.winner in comparison.names else Variant(comparison.names[-1])
         winner = Variant(comparison.winner()) if is_known else incumbent
         before = self.verdict
-        self.verdict = _verdict_of(comparison, winner, before, self._spent_ns)
+        standings = [comparison.standing(name, winner) for name in comparison.names]
+        every = [*standings, *_rescaled(before, standings)]
+        self.verdict = Verdict(
+            standings=tuple(sorted(every, key=lambda each: (each.name != winner, each.ratio))),
+            num_steps=comparison.num_steps + (0 if before is None else before.num_steps),
+            prepare_ns=self._spent_ns,
+        )
         self._is_confirmed = self._is_after_drift and before is not None and before.winner == winner
         self._is_after_drift = False
-        self._comparison, self._winner = None, winner
-
-
-def _verdict_of(comparison: Comparison, winner: Variant, before: Verdict | None, prepare_ns: int) -> Verdict:
-    """Return the verdict of a comparison, with the candidates that had lost before."""
-    standings = [comparison.standing(name, winner) for name in comparison.names]
-    every = [*standings, *_rescaled(before, standings)]
-    return Verdict(
-        standings=tuple(sorted(every, key=lambda each: (each.name != winner, each.ratio))),
-        num_steps=comparison.num_steps + (0 if before is None else before.num_steps),
-        prepare_ns=prepare_ns,
-    )
+        self._comparison, self.winner = None, winner
 
 
 def unmeasured(variant: Variant) -> Standing:

@@ -1,7 +1,5 @@
 """The tuner of a model whose graphs, a forward and a backward or several, are called one by one.
 
-    GraphTuner.skips(graph), .enter(graph), .leave(graph, ns)      around every call of a graph
-
 Steps       A step begins when the first graph runs after a different graph: consecutive forwards belong to one step.
             Graphs switch variants only between steps.
 Plans       Comparisons begin when the plan of every graph that has run is final.
@@ -68,11 +66,6 @@ class GraphTuner:
         """The graph that ran last."""
         self._has_failed = False
         self._lock = threading.Lock()
-
-    @property
-    def clock(self) -> Callable[[], int]:
-        """Host time in nanoseconds, for `leave`."""
-        return self.tuner.clock
 
     @property
     def verdict(self) -> Verdict | None:

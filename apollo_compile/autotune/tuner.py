@@ -1,7 +1,5 @@
 """Decide which candidate runs each step of a training loop, until the fastest is known.
 
-    Tuner.offer(candidates);  Tuner.begin_step() -> the variant of the step that begins;  Tuner.record(ns)
-
     1. The candidates that can run are compared (`comparison.py`); the winner runs from then on.
     2. A candidate that has to be compiled first is late: it is compiled, and compared with the winner, once its
        compile is within the budget (`budget.py`), or at once if it is urgent, which its owner decides by the verdict.
@@ -9,12 +7,13 @@
 
 A comparison takes `MIN_ROUNDS` rounds that count: with fewer, the incumbent stays. Where the tuner times turns itself,
 one tuner of the process compares at a time, since a step contains the work of all of them. The owner of a tuner calls
-`begin_step` once a step, or once in `WATCH_EVERY` steps while `skip_step` returns True.
+`begin_step` once a step, unless `skip_step` returns True.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -23,39 +22,13 @@ from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.autotune.candidates import Candidate, CandidateError
 from apollo_compile.autotune.comparison import PER_CALL, Comparison, Rules
 from apollo_compile.autotune.decision import Decision, unmeasured
-from apollo_compile.autotune.drift import WATCH_EVERY, StepWatch
+from apollo_compile.autotune.drift import LOOK_EVERY, DriftWatch
 from apollo_compile.ir import Variant, Verdict
 
 _logger = logging.getLogger(__name__)
 
 ABANDONED_NS = 60_000_000_000
 """A tuner without a step for this long does not keep others from comparing."""
-
-
-def _ignore(argument: object) -> None:
-    return
-
-
-class _Turn:
-    """Times the steps of a turn from border to border; `now_ns` waits for the device."""
-
-    def __init__(self, now_ns: Callable[[], int]) -> None:
-        self._now_ns = now_ns
-        self._begin_ns: int | None = None
-
-    def begin(self) -> None:
-        """Begin to time."""
-        self._begin_ns = self._now_ns()
-
-    def spoil(self) -> None:
-        """Discard the turn: other steps are between its own."""
-        self._begin_ns = None
-
-    def end(self, comparison: Comparison) -> None:
-        """Record the time of a step."""
-        if self._begin_ns is not None:
-            comparison.record((self._now_ns() - self._begin_ns) // comparison.num_timed)
-        self._begin_ns = None
 
 
 class Tuner(Decision):
@@ -80,8 +53,8 @@ class Tuner(Decision):
         *,
         rules: Rules = PER_CALL,
         budget: CompileBudget,
-        tell: Callable[[Verdict], None] = _ignore,
-        keep: Callable[[Collection[Variant]], None] = _ignore,
+        tell: Callable[[Verdict], None] = lambda verdict: None,
+        keep: Callable[[Collection[Variant]], None] = lambda variants: None,
         trim_memory: Callable[[], None] = lambda: None,
         clock: Callable[[], int] = time.perf_counter_ns,
         now_ns: Callable[[], int] = time.perf_counter_ns,
@@ -94,10 +67,15 @@ class Tuner(Decision):
         self._budget = budget
         self._tell, self._keep, self._trim = tell, keep, trim_memory
         self.clock = clock
-        self._turn = _Turn(now_ns) if rules.is_timed_by_turn else None
+        self._now_ns = now_ns
+        self._turn_began_ns: int | None = None
+        """When the timed steps of this turn began, if they are timed from border to border."""
         self._remaining: Collection[str] = ()
         self.is_watched = is_watched
-        self._watch = StepWatch(clock if rules.is_timed_by_turn else None)
+        self._drift = DriftWatch()
+        self._num_to_skip: float = 0
+        self.is_skipping = False
+        """Whether the rest of the current step is not looked at."""
         self.last_ns = 0
         """Host time at the beginning of the latest step."""
         _tuners.add(self)
@@ -135,7 +113,7 @@ class Tuner(Decision):
                     error,
                 )
                 left = self._candidates.compiled()
-                self._winner = left[-1]
+                self.winner = left[-1]
                 self._compare(left)
                 return
         self._candidates.leave_out_losers(verdict)
@@ -151,23 +129,20 @@ class Tuner(Decision):
     def drop(self, variant: Variant) -> None:
         """Compare and run this candidate no more; the others are compared again if it was running."""
         self.forget(variant)
-        names = [self._winner] if self._comparison is None else self._comparison.names
+        names = [self.winner] if self._comparison is None else self._comparison.names
         left = [Variant(each) for each in names if each != variant]
-        if self._winner == variant:
+        if self.winner == variant:
             self.verdict, left = None, self._candidates.compiled()
-            self._winner = left[-1]
+            self.winner = left[-1]
         self._compare(left)
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def skip_step(self) -> bool:
         """Return whether the step that begins need not be looked at; then nothing else is called for it."""
-        return self._watch.skip_step()
-
-    @property
-    def is_skipping(self) -> bool:
-        """Whether the current step is one that is not looked at."""
-        return self._watch.is_skipping
+        self.is_skipping = self._num_to_skip > 0
+        self._num_to_skip = max(0, self._num_to_skip - 1)
+        return self.is_skipping
 
     def begin_step(self) -> Variant:
         """Return the variant of the step that begins.
@@ -180,7 +155,8 @@ class Tuner(Decision):
         if self._comparison is not None:
             self._gaps.append(now - self.last_ns)
         self.last_ns = now
-        if self._comparison is None and not self._watch_step():
+        if self._comparison is None and not self._watch_step(now):
+            self.is_skipping = True
             return self.current
         while self._comparison is not None:
             comparison = self._comparison
@@ -190,10 +166,11 @@ class Tuner(Decision):
                 return self.current
             if self._rules.is_timed_by_turn and not _may_compare(self):
                 self.spoil()
-                self.current = self._winner
+                self.current = self.winner
                 return self.current
-            if self._turn is not None and comparison.is_turn_complete:
-                self._turn.end(comparison)
+            if self._turn_began_ns is not None and comparison.is_turn_complete:
+                comparison.record((self._now_ns() - self._turn_began_ns) // comparison.num_timed)
+                self._turn_began_ns = None
             chosen = comparison.begin_step()
             if chosen is not None:
                 return self._run_step_of(comparison, Variant(chosen))
@@ -203,19 +180,14 @@ class Tuner(Decision):
 
     def record(self, ns: int, part: int = 0) -> None:
         """Record the duration of one part of the current step, unless the tuner times turns."""
-        if self._rules.is_timed_by_turn:
-            return
-        if self._comparison is None:
-            self._watch.record(ns, part)
-        elif self.is_timed:
+        if self._comparison is not None and self.is_timed and not self._rules.is_timed_by_turn:
             self._comparison.record(ns, part)
 
     def spoil(self) -> None:
         """Discard the times of the current step: something else ran, or ran beside it."""
         self.is_timed = False
-        self._watch.spoil()
-        if self._turn is not None:
-            self._turn.spoil()
+        self._drift.spoil()
+        self._turn_began_ns = None
 
     def spend(self, ns: int) -> None:
         """Note that the current step waited so long for a compile."""
@@ -231,11 +203,11 @@ class Tuner(Decision):
             self._comparison = None
             if self.verdict is None:
                 self.verdict = Verdict(standings=(unmeasured(ordered[0]),), num_steps=0)
-            self._winner = ordered[0]
+            self.winner = ordered[0]
             self._conclude()
             return
         self._comparison = Comparison(ordered, self._required, self._rules)
-        self._watch.watch_all()
+        self._num_to_skip = 0
         self._note_remaining()
 
     def _run_step_of(self, comparison: Comparison, chosen: Variant) -> Variant:
@@ -243,8 +215,8 @@ class Tuner(Decision):
             if not any(_disturbs(other, self) for other in _tuners):
                 self._trim()
             self._note_remaining()
-        if self._turn is not None and comparison.num_timed == 1:
-            self._turn.begin()
+        if self._rules.is_timed_by_turn and comparison.num_timed == 1:
+            self._turn_began_ns = self._now_ns()
         self.is_timed = comparison.num_timed > 0
         self.current = chosen
         return chosen
@@ -256,14 +228,15 @@ class Tuner(Decision):
         if urgent is not None:
             self._add_late(urgent)
         if self._comparison is None:
-            self._settle_on(self._winner, is_confirmed=self._is_confirmed)
+            self._settle_on(self.winner, is_confirmed=self._is_confirmed)
             if self.verdict.is_measured:
                 _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
             self._tell(self.verdict)
 
     def _settle_on(self, variant: Variant, *, is_confirmed: bool = False) -> None:
-        self.current = self._winner = variant
-        self._watch.restart(is_confirmed=is_confirmed, is_off=not (self.is_watched or self._candidates.late))
+        self.current = self.winner = variant
+        self._drift.restart(is_confirmed=is_confirmed)
+        self._num_to_skip = 0 if self.is_watched or self._candidates.late else math.inf
         self._remaining = ()
         self._note_remaining()
 
@@ -275,11 +248,12 @@ class Tuner(Decision):
 
     # ---------------------------------------------------------------------------------------------- after the verdict
 
-    def _watch_step(self) -> bool:
-        """Watch the winner's steps; return whether a comparison begins."""
+    def _watch_step(self, now_ns: int) -> bool:
+        """Look at a step of the winner that begins; return whether a comparison begins."""
         if not self._candidates:
             return False
-        self._budget.note_steps(WATCH_EVERY)
+        self._num_to_skip = LOOK_EVERY - 1
+        self._budget.note_steps(LOOK_EVERY)
         if self._unready() is not None:
             return False
         due = self._candidates.due(self._budget.allows)
@@ -287,7 +261,7 @@ class Tuner(Decision):
             self._conclude()
         elif due is not None:
             self._add_late(due)
-        elif self.is_watched and self._watch.has_drifted(self._required):
+        elif self.is_watched and self._drift.has_drifted(now_ns):
             self._is_after_drift = True
             self._candidates.restore_losers()
             if len(others := self._candidates.compiled()) > 1:
@@ -303,7 +277,7 @@ class Tuner(Decision):
         except CandidateError as error:
             _logger.warning("%s: %s is not compared: %s", self._name, variant, error)
         else:
-            self._compare([self._winner, variant])
+            self._compare([self.winner, variant])
         finally:
             self.spend(self.clock() - begin)
 

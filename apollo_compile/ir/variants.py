@@ -14,27 +14,16 @@ class Variant(enum.StrEnum):
     SERIAL = "segments in turn"
     """The serial plan: segments one after the other on the whole device."""
     PLAN = "plan"
-    NARROW = "plan with at most two concurrent segments"
-    """A whole step on a GPU: a second plan of the same segments."""
     INDUCTOR = "Inductor"
     """The whole graph as Inductor compiles it; of a step, its whole graphs in turn."""
     LOOP = "loop over micro-batches"
     """A step: forward and backward of one micro-batch after the other, called by autograd, then the optimizer."""
-    EAGER = "loop in eager"
-    """The same loop without a compiler."""
     TRACED = "Inductor, traced step"
     """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
 
 
-_REFERENCES = {
-    Variant.INDUCTOR: "torch.compile",
-    Variant.TRACED: "torch.compile",
-    Variant.EAGER: "eager",
-}
-"""Name of the code that would run without apollo, as its users know it."""
-
-OWN_PLANS = (Variant.PLAN, Variant.NARROW)
-"""Variants with a plan that reports draw."""
+_OF_TORCH = (Variant.INDUCTOR, Variant.TRACED)
+"""The code that would run without apollo: that of torch.compile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,21 +85,17 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """How fast the winner is, as in `1.42x as fast as torch.compile, 1.30x as eager`; empty if not measured.
+        """How fast the winner is, as in `1.42x as fast as torch.compile`; empty if not measured.
 
         It is compared with what runs without apollo; with the next variant where that wins or was not compared.
         """
         others = self.standings[1:]
         if not others or not self.is_measured:
             return ""
-        ratios = {each.name: each.ratio for each in others}
-        known = (
-            {}
-            if self.winner in _REFERENCES
-            else {_REFERENCES[each]: ratios[each] for each in _REFERENCES if each in ratios}
-        )
-        (name, ratio), *more = (known or {others[0].name: others[0].ratio}).items()
-        return ", ".join([f"{ratio:.2f}x as fast as {name}", *(f"{ratio:.2f}x as {name}" for name, ratio in more)])
+        known = next((each for each in others if each.name in _OF_TORCH), None)
+        if known is None or self.winner in _OF_TORCH:
+            return f"{others[0].ratio:.2f}x as fast as {others[0].name}"
+        return f"{known.ratio:.2f}x as fast as torch.compile"
 
     def time_of(self, standing: Standing) -> float:
         """Return the nanoseconds of a step of a candidate next to the winner's: times and ratios agree.

@@ -64,7 +64,6 @@ def make_plan(
     work_s: float | None = None,
     fixed_effort: bool = True,
     memory_quota: int | None = None,
-    is_narrow: bool = False,
     pinned: Plan | None = None,
 ) -> Plan:
     """Return the best plan found on `lanes`; lane 0 has every unit.
@@ -80,18 +79,12 @@ def make_plan(
         work_s: seconds that the planned amount of search takes; None is half of `time_limit_s`.
         fixed_effort: limit the search by work, not by time, so that every machine finds the same plan.
         memory_quota: bytes that buffers made by the graph may take at any instant; None is no limit.
-        is_narrow: run at most two segments at once, on the lanes that split the device in two.
         pinned: a plan of this graph on these lanes; its lanes and order are kept.
 
     Raises:
         InfeasiblePlanError: no plan keeps the memory quota.
     """
-    if pinned is not None:
-        useful = lanes
-    elif is_narrow:
-        useful = useful_lanes(lanes, 2)
-    else:
-        useful = lanes_for(graph, costs, lanes, memory_quota=memory_quota)
+    useful = lanes if pinned is not None else lanes_for(graph, costs, lanes, memory_quota=memory_quota)
     problem = to_problem(graph, costs, useful, memory_quota=memory_quota)
     serial = serial_schedule(problem)
     to_plan = partial(_to_plan, graph, costs, lanes, useful, problem)

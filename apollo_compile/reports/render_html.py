@@ -26,7 +26,6 @@ from markupsafe import Markup
 
 from apollo_compile.ir import Lane, LaneId
 from apollo_compile.ir.text import format_count, format_lane, mark_source
-from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.glossary import GLOSSARY
 from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
@@ -88,7 +87,6 @@ def _template() -> jinja2.Template:
     )
     environment.globals.update(
         GLOSSARY={**GLOSSARY, **{f"{word}s": GLOSSARY[word] for word in ("segment", "unit", "lane")}},
-        OWN_PLANS=OWN_PLANS,
         breaks_by_place=breaks_by_place,
         by_id=lambda graph: {segment.id: segment for segment in graph.segments},
         NODE_HEIGHT=NODE_HEIGHT,

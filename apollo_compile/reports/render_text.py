@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from apollo_compile.ir import GraphBreak, Lane, LaneId, Verdict
+from apollo_compile.ir import GraphBreak, Lane, LaneId, Variant, Verdict
 from apollo_compile.ir.text import draw_lanes, format_count, mark_source
-from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.values import GraphSummary, ModelSummary
 from apollo_compile.reports.words import (
     NOT_MEASURED_YET,
@@ -48,7 +47,7 @@ def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
         f"  {describe_search(graph)}",
         f"  {describe_device(graph)}",
     ]
-    if graph.variant not in OWN_PLANS:
+    if graph.variant != Variant.PLAN:
         last = "; measured times are those of the plan's last run" if graph.measured else ""
         lines.append(f"  now runs {graph.variant} instead of its plan{last}")
     if graph.measured is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 
+from apollo_compile.ir import Variant
 from apollo_compile.ir.text import format_count
-from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.values import Bottleneck, GraphSummary, ModelSummary, SegmentBar, SegmentSummary
 from apollo_compile.units import format_ns
 
@@ -78,7 +78,7 @@ def _where(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name:
 
 
 def _beside(graph: GraphSummary, chosen: Sequence[SegmentSummary], bars: Mapping[int, SegmentBar]) -> str:
-    if graph.variant not in OWN_PLANS:
+    if graph.variant != Variant.PLAN:
         return f"The graph now runs {graph.variant} instead of its plan; see the verdict."
     ids = {segment.id for segment in chosen}
     own = [bars[segment] for segment in ids]
@@ -153,7 +153,7 @@ def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
             f"  With {_units(segment.asked_units)} it would take {format_ns(fastest)}, but concurrent segments would "
             f"have to wait; the plan as a whole is {graph.gain:.2f}x as fast as one lane."
         )
-    if graph.variant not in OWN_PLANS:
+    if graph.variant != Variant.PLAN:
         lines.append(f"  The graph now runs {graph.variant} instead of its plan; see the verdict.")
     return "\n".join(lines)
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from apollo_compile.ir import GraphBreak, Standing, Variant
 from apollo_compile.ir.text import format_count
-from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.values import (
     Bottleneck,
     GraphSummary,
@@ -134,7 +133,7 @@ def _overlaps(graph: GraphSummary) -> list[str]:
     for pair in graph.pairs[:MAX_PAIRS]:
         if pair.overlap_ns >= much:
             found.append(f"{_who(pair)} {did} for {format_ns(pair.overlap_ns)}{_allowed(pair)}.")
-        elif graph.variant in OWN_PLANS and graph.planned_overlap_ns(pair) >= much:
+        elif graph.variant == Variant.PLAN and graph.planned_overlap_ns(pair) >= much:
             found.append(
                 f"{_who(pair)} are planned to overlap for {format_ns(graph.planned_overlap_ns(pair))}, but overlapped "
                 f"for {format_ns(pair.overlap_ns)} in the last run, which other processes may have disturbed."
@@ -161,7 +160,7 @@ def _allowed(pair: PairSummary) -> str:
 def _why_serial(graph: GraphSummary, pair: PairSummary) -> str:
     if graph.device.units == 1:
         return "there is one unit"
-    if graph.variant not in (*OWN_PLANS, Variant.SERIAL):
+    if graph.variant not in (Variant.PLAN, Variant.SERIAL):
         return f"{graph.variant} runs the graph"
     if graph.num_lanes > 1:
         return "the plan gains more elsewhere"

@@ -1,7 +1,4 @@
-"""Compile the bodies of a graph: choose libraries for matmuls, and compile native code.
-
-compile_code(traced, compilation, config, target, agreement, ...) -> Code
-"""
+"""Compile the bodies of a graph: choose libraries for matmuls, and compile native code."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import fx
 
@@ -17,14 +13,11 @@ from apollo_compile.config import Config
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.ir.text import format_count
 from apollo_compile.target.compilation import Compilation
-from apollo_compile.target.matmul import Matmul
 from apollo_compile.target.target import Code, CompiledBody, Target
 from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
 from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
 from apollo_compile.torch_bridge.onednn import find_matmuls, replace_with_onednn
-from apollo_compile.torch_bridge.settings import (
-    may_choose_library,
-)
+from apollo_compile.torch_bridge.settings import may_choose_library
 from apollo_compile.torch_bridge.traced import TracedGraph
 
 _logger = logging.getLogger(__name__)
@@ -38,38 +31,21 @@ def compile_code(
     agreement: Agreement,
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
 ) -> Code:
-    """Return the code of all bodies of a graph.
+    """Return the code of all bodies of a graph, and its contract.
 
-    Arguments:
-        traced: the graph after AOTAutograd.
-        compilation: the products of its stages.
-        config: its `runtime` options say how bodies are compiled.
-        target: the device that it runs on.
-        agreement: makes all ranks choose the same libraries.
-        at: reports progress: the phase, the number of the body, and how many there are.
+    All ranks of `agreement` choose the same libraries. `at` is told the phase, the number of the body, and how many
+    there are.
     """
-    bodies = _compile_bodies(traced, compilation, config, target, agreement, at=at)
-    return Code(bodies=bodies, contract=traced.contract)
-
-
-def _compile_bodies(
-    traced: TracedGraph,
-    compilation: Compilation,
-    config: Config,
-    target: Target,
-    agreement: Agreement,
-    at: Callable[[str, int, int], None],
-) -> tuple[CompiledBody, ...]:
     pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
-        return interpret_bodies(pieces)
+        return Code(bodies=interpret_bodies(pieces), contract=traced.contract)
     if config.runtime.onednn and target.has_native_bodies and may_choose_library():
         at("which library multiplies", 0, 0)
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, target, agreement)
     is_native = config.runtime.bodies == "native" and target.has_native_bodies
     bodies = compile_bodies(pieces, native=is_native, at=at, **traced.kwargs)
     log_python_bodies(compilation, bodies)
-    return bodies
+    return Code(bodies=bodies, contract=traced.contract)
 
 
 _num_warnings = itertools.count()
@@ -116,14 +92,13 @@ def _choose_libraries(
             (matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph)
         )
     names = agreement.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
-
-    def is_for_onednn(matmul: Matmul, *, cores: int) -> bool:
-        return f"{matmul.name} on {cores}" in names
-
-    count = sum(replace_with_onednn(graph, partial(is_for_onednn, cores=cores)) for graph, cores in with_cores)
+    count = sum(
+        replace_with_onednn(graph, lambda matmul, cores=cores: f"{matmul.name} on {cores}" in names)  # type: ignore[misc]
+        for graph, cores in with_cores
+    )
     if count:
-        name, what = compilation.capture.name, format_count(count, "matrix product")
-        _logger.info("%s: oneDNN computes %s of its bodies", name, what)
+        what = format_count(count, "matrix product")
+        _logger.info("%s: oneDNN computes %s of its bodies", compilation.capture.name, what)
 
 
 def units_of_bodies(compilation: Compilation) -> list[int]:

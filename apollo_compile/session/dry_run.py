@@ -1,7 +1,5 @@
 """Run all stages up to the program on a model, forward and backward, without compiling.
 
-    trace(model, call, config, profile) -> DryRun
-
 Dynamo traces the model, AOTAutograd makes forward and backward graphs, and these are planned. Then they run once in
 eager, so that code after a graph break gets real values.
 """

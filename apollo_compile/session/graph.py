@@ -105,7 +105,7 @@ class CompiledGraph:
     def _run_watched(self, inputs: list[torch.Tensor], tuner: GraphTuner) -> Sequence[Any]:
         """Run the variant that the tuner selects, and give it the duration."""
         self._choose(tuner)
-        taken_ns, clock, scale = None, tuner.clock, self._scale(inputs)
+        taken_ns, clock, scale = None, tuner.tuner.clock, self._scale(inputs)
         begin = clock()
         try:
             outputs = self.variants.run(inputs)
@@ -227,4 +227,5 @@ class CompiledGraph:
     def prepare(self) -> None:
         """Add the variant `INDUCTOR`; see `whole`."""
         if Variant.INDUCTOR not in self.variants.available:
-            self.variants.add_whole(self.whole())
+            whole = self.target.load_whole(self.compilation, self.code, self.whole())
+            self.variants.add(Variant.INDUCTOR, whole)

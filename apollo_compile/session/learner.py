@@ -19,13 +19,11 @@ from typing import TypeVar
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.ir import Observations
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.pipeline import plan_partition
 from apollo_compile.session.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.session.variants import Variants
-from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.target import Target
 from apollo_compile.units import format_ns
 
@@ -60,15 +58,11 @@ class Learner:
         self._variants = variants
         self._target = target
         self._config = config
-        self._observations = variants.compilation.observations
+        self.observations = variants.compilation.observations
+        """What was measured until now."""
         self._runs = self._num_observed = 0
         """Runs of this plan, and those of them that were observed."""
         self._lock = threading.Lock()
-
-    @property
-    def observations(self) -> Observations:
-        """What was measured until now."""
-        return self._observations
 
     @property
     def is_cold(self) -> bool:
@@ -104,7 +98,7 @@ class Learner:
         try:
             if not self._variants.compilation.plan.pinned:
                 measured = self._try(partial(self._variants.plan.measure, inputs))
-                self._observations = measured or self._observations
+                self.observations = measured or self.observations
                 self._try(self._replan)
             self.is_settled = True
         finally:
@@ -129,7 +123,7 @@ class Learner:
         old = self._variants.compilation
         graph, trace = old.partition.graph, self._variants.plan.trace()
         if len(trace.spans) == len(graph.segments):  # not in a run without lanes, and there may be only such runs
-            self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
+            self.observations = observe_trace(trace, old.plan, graph, old.costs, self.observations)
             self._num_observed += 1
 
     def _plan_again(self) -> bool:
@@ -137,7 +131,7 @@ class Learner:
         old = self._variants.compilation
         if old.plan.pinned or self._num_observed == 0 or self.num_replans >= MAX_REPLANS:
             return False
-        measured = estimate_costs(old.partition.graph, old.profile, self._observations)
+        measured = estimate_costs(old.partition.graph, old.profile, self.observations)
         if should_replan(old.plan, old.costs, measured):
             self._replan()
             return True
@@ -146,30 +140,19 @@ class Learner:
     def _replan(self) -> None:
         """Plan with measured durations, and run that plan."""
         begin, old = time.perf_counter_ns(), self._variants.compilation
+        runner, profile = StageRunner(), old.profile
         new = plan_partition(
-            old.capture,
-            old.partition,
-            self._observations,
-            profile=old.profile,
-            config=self._config,
-            runner=StageRunner(),
+            old.capture, old.partition, self.observations, profile=profile, config=self._config, runner=runner
         )
         if is_same_placement(old.plan, new.plan):
-            self._variants.update(new)
+            self._variants.compilation = new
         else:
             self._variants.adopt(new)
         self.num_replans += 1
         self._runs = self._num_observed = 0
-        _log_replan(old, new, time.perf_counter_ns() - begin)
-
-
-def _log_replan(old: Compilation, new: Compilation, planning_ns: int) -> None:
-    _logger.info(
-        "%s: planned again with measured durations: predicted %s, before %s, serial %s, bound %s; took %s",
-        new.capture.name,
-        format_ns(new.plan.makespan_ns),
-        format_ns(old.plan.makespan_ns),
-        format_ns(new.plan.serial_ns),
-        format_ns(new.plan.lower_bound_ns),
-        format_ns(planning_ns),
-    )
+        times = new.plan.makespan_ns, old.plan.makespan_ns, new.plan.serial_ns, new.plan.lower_bound_ns
+        _logger.info(
+            "%s: planned again with measured durations: predicted %s, before %s, serial %s, bound %s; took %s",
+            new.capture.name,
+            *map(format_ns, (*times, time.perf_counter_ns() - begin)),
+        )

@@ -12,7 +12,7 @@ from typing import Any
 
 from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.autotune.candidates import Candidate
-from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN
+from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN, Rules
 from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.config import Config
@@ -84,7 +84,7 @@ class CompiledModel:
         target = self.target
         tuner = Tuner(
             self.name,
-            rules=PER_CALL if target.calls_wait else PER_TURN,
+            rules=rules_of(target),
             budget=CompileBudget(self.config.plan.compile_share, self.clock),
             tell=self._keep_verdict,
             keep=self._keep_variants,
@@ -222,15 +222,12 @@ class CompiledModel:
                 num_steps=runs_left + (self.tuner.steps_left if is_compared else 0),
                 left_ns=0 if runs_left else self.tuner.left_ns,
             )
-        parts = [describe_result(self.verdict, self.running_variants(), self._num_lanes())] if running else []
+        num_lanes = max((graph.compilation.plan.num_lanes for graph in running), default=0)
+        parts = [describe_result(self.verdict, self.running_variants(), num_lanes)] if running else []
         parts += [NOT_YET] * (is_compared and self.tuner.tuner.is_more_to_come)
         parts += [f"Inductor runs {name}" for name, _ in self.fallbacks]
         num_steps = 0 if self.verdict is None or self.verdict.is_remembered else self.verdict.num_steps
         return State(graph=self.name, stage=Stage.SETTLED, detail="; ".join(parts), num_steps=num_steps)
-
-    def _num_lanes(self) -> int:
-        """Return how many lanes the plans of the graphs that have run use."""
-        return max((graph.compilation.plan.num_lanes for graph in self.graphs if graph.has_run), default=0)
 
     # ------------------------------------------------------------------------------------------------- autotuning
 
@@ -245,11 +242,9 @@ class CompiledModel:
             is_late=not is_compiled,
             is_urgent=self._is_inductor_urgent,
         )
-        own = (Variant.SERIAL, Variant.PLAN) if self._uses_lanes() else (Variant.SERIAL,)
+        uses_lanes = any(graph.compilation.plan.uses_lanes for graph in running)
+        own = (Variant.SERIAL, Variant.PLAN) if uses_lanes else (Variant.SERIAL,)
         return [inductor, *(Candidate(variant=variant) for variant in own)]
-
-    def _uses_lanes(self) -> bool:
-        return any(graph.compilation.plan.uses_lanes for graph in self.tuned if graph.has_run)
 
     def _is_inductor_urgent(self, verdict: Verdict) -> bool:
         """Whether Inductor's whole graphs are compiled at once: they are new code, unless they are captured, too."""
@@ -277,6 +272,11 @@ class CompiledModel:
             if verdict.has_compared(Variant.INDUCTOR) and all(other.has_run for other in self.tuned):
                 graph.compile_whole = None  # frees a graph; later comparisons take what is compiled by now
         self.target.trim_memory()  # every variant left free blocks
+
+
+def rules_of(target: Target) -> Rules:
+    """Return how the steps of a device are timed."""
+    return PER_CALL if target.calls_wait else PER_TURN
 
 
 def describe_result(verdict: Verdict | None, variants: Iterable[Variant], num_lanes: int) -> str:

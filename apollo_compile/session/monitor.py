@@ -34,17 +34,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 
-from apollo_compile.ir import (
-    BodyId,
-    CostTable,
-    Mode,
-    Observation,
-    Observations,
-    Plan,
-    SegmentGraph,
-    Span,
-    Trace,
-)
+from apollo_compile.ir import BodyId, CostTable, Mode, Observation, Observations, Plan, SegmentGraph, Span, Trace
 from apollo_compile.planner.problem import Interference
 
 LEAST_WEIGHT = 0.05

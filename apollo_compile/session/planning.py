@@ -1,8 +1,4 @@
-"""Plan one FX graph after AOTAutograd, and decide whether segments may be faster than Inductor's code of the graph.
-
-plan_graph(graph_module, ...) -> Compilation;    reason_to_fall_back(compilation, config) -> str | None
-Fallback    why a graph does not run in segments
-"""
+"""Plan one FX graph after AOTAutograd, and decide whether segments may be faster than Inductor's code of the graph."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from apollo_compile.session.warm_start import may_be_autotuned
 from apollo_compile.store.plan_file import FILE_NAME, folder_of, save_plan
 from apollo_compile.target.compilation import Compilation, Finding
 from apollo_compile.target.profile import DeviceProfile
-from apollo_compile.torch_bridge.structured_trace import trace_artifact
+from apollo_compile.torch_bridge.compile_context import trace_artifact
 from apollo_compile.torch_bridge.traced_backward import is_whole_step
 from apollo_compile.units import format_ns
 
@@ -125,12 +121,9 @@ def reason_to_fall_back(
         is_alone: whether no other rank runs it; several ranks compare nothing, so only a plan with lanes may gain.
     """
     if compilation.finding is not None and compilation.finding.verdict is not None:
-        has_inductor_won = compilation.finding.variant == Variant.INDUCTOR
-        return (
-            f"Inductor was the fastest when it was measured: {compilation.finding.verdict}"
-            if has_inductor_won
-            else None
-        )
+        has_inductor_won = compilation.finding.variant is Variant.INDUCTOR
+        told = f"Inductor was the fastest when it was measured: {compilation.finding.verdict}"
+        return told if has_inductor_won else None
     plan, is_captured = compilation.plan, not compilation.profile.is_predictable
     if is_captured and compilation.capture.role is Role.BACKWARD:
         return None  # a CUDA graph of it reads what that of its forward saved
@@ -155,20 +148,16 @@ def _may_gain(compilation: Compilation, config: Config) -> bool:
     fuse across segments and are called from Python. No formula tells which is faster; on chains of layers, segments
     were up to 13 % faster, or Inductor 3 %. A single segment differs only in the Python between kernels.
     """
-    if compilation.plan.uses_lanes or _wrapper_share(compilation) >= WORTH_NATIVE:
+    segments, plan = compilation.partition.graph.segments, compilation.plan
+    wrapper_ns = sum(kernel.count for segment in segments for kernel in segment.work.parts) * WRAPPER_NS_PER_KERNEL
+    if plan.uses_lanes or wrapper_ns >= WORTH_NATIVE * max(1, plan.serial_ns):
         return True
-    return config.runtime.bodies == "native" and len(compilation.partition.graph.segments) > 1
+    return config.runtime.bodies == "native" and len(segments) > 1
 
 
 def is_autotuned(plan: Plan, config: Config) -> bool:
     """Whether measured times may overrule the plan: not if it is pinned, or an option or determinism forbids it."""
     return may_be_autotuned(config) and not plan.pinned
-
-
-def _wrapper_share(compilation: Compilation) -> float:
-    """Return the time of Python between kernels, as a share of the time of the serial plan."""
-    kernels = sum(kernel.count for segment in compilation.partition.graph.segments for kernel in segment.work.parts)
-    return kernels * WRAPPER_NS_PER_KERNEL / max(1, compilation.plan.serial_ns)
 
 
 def _nothing_to_gain(plan: Plan) -> str:
@@ -192,17 +181,13 @@ def role_of(graph_module: fx.GraphModule, kwargs: Mapping[str, Any]) -> Role:
 def log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int, *, did: str = "compiled") -> None:
     """Log the plan of a graph and the times of its compile, in one line."""
     plan = compilation.plan
-    lanes = {assignment.lane for assignment in plan.assignments}
+    times = plan.makespan_ns, plan.serial_ns, plan.lower_bound_ns, planning_ns, compiling_ns
     _logger.info(
         "%s: %s %d segments (%d bodies) onto %d lanes: predicted %s, serial %s, bound %s; planning took %s, rest %s",
         compilation.capture.name,
         did,
         len(plan.assignments),
         len(compilation.partition.bodies),
-        len(lanes),
-        format_ns(plan.makespan_ns),
-        format_ns(plan.serial_ns),
-        format_ns(plan.lower_bound_ns),
-        format_ns(planning_ns),
-        format_ns(compiling_ns),
+        len({assignment.lane for assignment in plan.assignments}),
+        *map(format_ns, times),
     )

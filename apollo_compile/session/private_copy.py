@@ -1,10 +1,4 @@
-"""Run a user's model without side effects: state is copied, and parameters are copied on write.
-
-with same_random_states(): ...
-PrivateCopy(model).run(...)     modules and buffers are copies, parameters share the memory of the originals
-copy_inputs(call)               a deep copy of the inputs
-with_batch(call, batch)         the inputs with another batch size
-"""
+"""Run a user's model without side effects: state is copied, and parameters are copied on write."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What this process has compiled and still keeps: the models of `torch.compile(..., backend="apollo")`.
-
-register(model);    compiled_models();    find_models(model);    is_settled(model);    variants_of(model)
-describe_calls(models) -> a line for every call that fell into many graphs
-"""
+"""What this process has compiled and still keeps: the models of `torch.compile(..., backend="apollo")`."""
 
 from __future__ import annotations
 
@@ -48,7 +44,8 @@ def find_models(model: Callable[..., Any]) -> list[CompiledModel]:
         own = storages_of(itertools.chain(owner.parameters(), owner.buffers()))
         if own:
             return [found for found in compiled_models() if found.storages & own]
-    function = getattr(_function_of(original), "__code__", None)
+    called: Any = original.forward if isinstance(original, torch.nn.Module) else original
+    function = getattr(called if hasattr(called, "__code__") else type(called).__call__, "__code__", None)
     if function is None:
         return []
     return [found for found in compiled_models() if any(is_part_of(code, function) for code in found.code)]
@@ -76,12 +73,6 @@ def describe_calls(models: Iterable[CompiledModel], *, are_over: bool = True) ->
         breaks = [model.graph_break for model in own.values() if model.graph_break is not None]
         lines.append(describe_fragments(called, len(own), breaks, is_over=are_over))
     return "\n".join(filter(None, lines))
-
-
-def _function_of(run: Callable[..., Any]) -> Any:
-    if isinstance(run, torch.nn.Module):
-        return run.forward
-    return run if hasattr(run, "__code__") else type(run).__call__
 
 
 def is_settled(model: Callable[..., Any]) -> bool:

@@ -1,16 +1,16 @@
-"""Bundle a model's graphs for AOTAutograd's cache, and restore them in a later process.
+"""Bundle a model's graphs for AOTAutograd's cache, and restore them in a later process, which does not trace them.
 
-Restorer.bundle_segments(...), bundle_whole(...), bundle_fallback(...)    when a graph was compiled
-Restorer.unbundle(bundle) -> Run                                          when the cache has it
+Inductor caches the code of every segment by itself; but looking it up takes a traced graph, and tracing takes most of a
+warm start. A bundle holds the compiled graph: segments, plan, and the code of bodies. What is known only later (the
+plan from measured durations, and the verdict) is in the history, which is consulted when a bundle is loaded.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -20,25 +20,46 @@ from apollo_compile.ir import Role, Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.pipeline import compile_finding, rename
 from apollo_compile.session.bodies import log_python_bodies
-from apollo_compile.session.bundle import FallbackBundle, SegmentsBundle, WholeBundle
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import Fallback, log_summary, reason_to_fall_back
-from apollo_compile.target.target import Code, Run
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import Code, Contract, Run
+from apollo_compile.torch_bridge import serialize
 from apollo_compile.torch_bridge.compile_scope import shared_kwargs
 from apollo_compile.torch_bridge.private_attributes import mark_boxed
-from apollo_compile.torch_bridge.serialize import (
-    bundle_body,
-    bundle_code,
-    bundle_graph,
-    unbundle_body,
-    unbundle_code,
-    unbundle_graph,
-)
 from apollo_compile.torch_bridge.settings import current_settings
 from apollo_compile.torch_bridge.whole import compile_again
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentsBundle:
+    """A graph that runs in segments, as data."""
+
+    compilation: Compilation
+    """With the first plan."""
+    history_key: str | None
+    """Key of its finding in the history; None where findings are not kept."""
+    bodies: tuple[serialize.BundledBody, ...]
+    contract: Contract
+    original: bytes | None
+    """The graph for Inductor to compile whole; None where variants are not compared."""
+    kwargs: Mapping[str, Any]
+    """Arguments that AOTAutograd passed for that graph."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FallbackBundle:
+    """Why a graph falls back."""
+
+    role: Role
+    fallback: Fallback
+    history_key: str | None
+    code: Any = None
+    """Inductor's code of it, where the other graph of its model runs in segments; None where the Dynamo graph falls
+    back to torch.compile, which has its own caches."""
 
 
 class Restorer:
@@ -47,7 +68,7 @@ class Restorer:
     def __init__(self, model: CompiledModel) -> None:
         self._model = model
 
-    def unbundle(self, bundle: SegmentsBundle | WholeBundle | FallbackBundle) -> Run:
+    def unbundle(self, bundle: SegmentsBundle | FallbackBundle) -> Run:
         """Restore a graph that an earlier process compiled.
 
         Raises:
@@ -56,13 +77,9 @@ class Restorer:
         if self._model.falls_back:  # its forward fell back
             return placeholder_run
         try:
-            match bundle:
-                case FallbackBundle():
-                    return self._unbundle_fallback(bundle)
-                case WholeBundle():
-                    return self._unbundle_whole(bundle)
-                case SegmentsBundle():
-                    return self._unbundle_segments(bundle)
+            if isinstance(bundle, FallbackBundle):
+                return self._unbundle_fallback(bundle)
+            return self._unbundle_segments(bundle)
         except Exception as error:  # AOTAutograd treats it as a cache miss
             self._model.warm_start.outdate(error)
             _logger.info(
@@ -74,23 +91,18 @@ class Restorer:
             raise
 
     def _unbundle_fallback(self, bundle: FallbackBundle) -> Run:
-        self._model.fall_back(self._restore_reason(bundle))
-        return placeholder_run
-
-    def _unbundle_whole(self, bundle: WholeBundle) -> Run:
-        fallback = self._restore_reason(bundle)
-        compiled = unbundle_code(bundle.code)
-        self._model.add_fallback(self._model.name_of(bundle.role), fallback)
+        fallback, name = bundle.fallback, self._model.name_of(bundle.role)
+        if fallback.unprofitable is not None:
+            finding = self._model.warm_start.recall_under(name, bundle.history_key)
+            if fallback.unprofitable.finding and (finding is None or finding.variant is not Variant.INDUCTOR):
+                raise UnsupportedGraphError("that Inductor is faster is known no longer")
+            fallback = replace(fallback, unprofitable=rename(fallback.unprofitable, name))
+        if bundle.code is None:
+            self._model.fall_back(fallback)
+            return placeholder_run
+        compiled = serialize.unbundle_code(bundle.code)
+        self._model.add_fallback(name, fallback)
         return compiled
-
-    def _restore_reason(self, bundle: WholeBundle | FallbackBundle) -> Fallback:
-        unprofitable, name = bundle.fallback.unprofitable, self._model.name_of(bundle.role)
-        if unprofitable is None:
-            return bundle.fallback
-        finding = self._model.warm_start.recall_under(name, bundle.history_key)
-        if unprofitable.finding is not None and (finding is None or finding.variant != Variant.INDUCTOR):
-            raise UnsupportedGraphError("that Inductor is faster is known no longer")
-        return replace(bundle.fallback, unprofitable=rename(unprofitable, name))
 
     def _unbundle_segments(self, bundle: SegmentsBundle) -> Run:
         begin = time.perf_counter_ns()
@@ -102,8 +114,10 @@ class Restorer:
             runner = StageRunner()
             found = compile_finding(known.capture, known.partition, finding, profile=known.profile, runner=runner)
             compilation = found or compilation
-        original, kwargs = bundle.original, bundle.kwargs
-        compile_whole = None if original is None else partial(_compile_bundled, original, current_settings(), kwargs)
+        original, kwargs, settings = bundle.original, bundle.kwargs, current_settings()
+        compile_whole: Callable[[], Run] | None = None
+        if original is not None:
+            compile_whole = lambda: compile_again(serialize.unbundle_graph(original), settings, **kwargs)  # noqa: E731
         reason = None if self._model.is_for_step else reason_to_fall_back(compilation, self._model.config)
         if reason is not None:
             fallback = Fallback(reason=reason, unprofitable=compilation)
@@ -117,7 +131,7 @@ class Restorer:
             return compiled
         self._model.target.start(compilation.plan.lanes)
         planned = time.perf_counter_ns()
-        bodies = tuple(map(unbundle_body, bundle.bodies))
+        bodies = tuple(map(serialize.unbundle_body, bundle.bodies))
         log_python_bodies(compilation, bodies)
         code = Code(bodies=bodies, contract=bundle.contract)
         graph = self._model.load(compilation, code, compile_whole=compile_whole)
@@ -130,10 +144,9 @@ class Restorer:
         key = self._model.warm_start.key_of(self._model.name_of(role))
         return FallbackBundle(role=role, fallback=fallback, history_key=key)
 
-    def bundle_whole(self, role: Role, fallback: Fallback, run: Run) -> WholeBundle:
+    def bundle_whole(self, role: Role, fallback: Fallback, run: Run) -> FallbackBundle:
         """Return the bundle of a graph that Inductor compiled whole."""
-        key = self._model.warm_start.key_of(self._model.name_of(role))
-        return WholeBundle(role=role, fallback=fallback, history_key=key, code=bundle_code(run))
+        return replace(self.bundle_fallback(role, fallback), code=serialize.bundle_code(run))
 
     def bundle_segments(
         self, graph: CompiledGraph, original: fx.GraphModule | None, kwargs: Mapping[str, Any]
@@ -142,16 +155,11 @@ class Restorer:
         return SegmentsBundle(
             compilation=graph.compilation,
             history_key=self._model.warm_start.key_of(graph.compilation.capture.name),
-            bodies=tuple(map(bundle_body, graph.code.bodies)),
+            bodies=tuple(map(serialize.bundle_body, graph.code.bodies)),
             contract=graph.code.contract,
-            original=None if original is None else bundle_graph(original),
+            original=None if original is None else serialize.bundle_graph(original),
             kwargs=shared_kwargs(kwargs),
         )
-
-
-def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Run:
-    """Compile the whole graph in a bundle with Inductor."""
-    return compile_again(unbundle_graph(original), settings, **kwargs)
 
 
 @mark_boxed

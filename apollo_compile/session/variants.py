@@ -1,7 +1,5 @@
 """The variants of one graph: each is a program that is loaded onto the target when it is first used.
 
-    Variants(compilation, code, target, ...);  available, use(variant), run(inputs), adopt(compilation)
-
 The plan and the serial plan are always available; Inductor's code of the whole graph once it is compiled.
 """
 
@@ -30,8 +28,6 @@ class Variants:
         self.target = target
         self._loaded: dict[Variant, Runnable] = {}
         """Loaded variants other than the plan."""
-        self._planned: dict[Variant, Compilation] = {}
-        """Compilations of variants with a plan of their own."""
         self.current = Variant.PLAN
         self.adopt(compilation)
 
@@ -40,10 +36,6 @@ class Variants:
         self.plan = self.target.load(compilation, self.code, Variant.PLAN)
         self.compilation = compilation
         self.use(self.current)
-
-    def update(self, compilation: Compilation) -> None:
-        """Replace the plan by one with the same lanes and order, but measured durations."""
-        self.compilation = compilation
 
     @property
     def available(self) -> Sequence[Variant]:
@@ -65,22 +57,9 @@ class Variants:
             self.run = self._loaded[variant].run
         self.current = variant
 
-    def add_whole(self, run: Run) -> None:
-        """Add the `INDUCTOR` variant: the whole graph as Inductor compiled it."""
-        self.add(Variant.INDUCTOR, self.target.load_whole(self.compilation, self.code, run))
-
     def add(self, variant: Variant, runnable: Runnable) -> None:
         """Add a variant that is loaded already."""
         self._loaded[variant] = runnable
-
-    def add_plan(self, variant: Variant, compilation: Compilation) -> None:
-        """Add a variant that runs another plan of the same segments, with the same code."""
-        self._planned[variant] = compilation
-        self.add(variant, self.target.load(compilation, self.code, variant))
-
-    def plan_of(self, variant: Variant) -> Compilation:
-        """Return the compilation that a variant runs; that of the plan for those that run no plan of their own."""
-        return self._planned.get(variant, self.compilation)
 
     def loaded(self) -> Mapping[Variant, Runnable]:
         """Return the loaded variants."""

@@ -1,8 +1,5 @@
 """Warm start: what a Dynamo graph reuses from earlier processes and keeps for later ones.
 
-    recall(capture, partition) -> Finding | None;    keep(compilation, variant, verdict)        through history.py
-    bundle_key(graph_module, example_inputs) -> str | None;    outdate(error)               through bundle.py
-
 Findings are plans, the observations that they were made from, and verdicts. Bundles are compiled graphs, which
 AOTAutograd's cache stores under a key that is made here. Both are reused under the same circumstances only (machine,
 profile, options, compiler settings); where nothing may be kept, nothing is recalled either. If the directory cannot be
@@ -33,12 +30,6 @@ from apollo_compile.torch_bridge.settings import compiler_settings
 from apollo_compile.torch_bridge.storages import describe_sharing
 
 _logger = logging.getLogger(__name__)
-
-
-_OF_STEPS = (Variant.LOOP, Variant.EAGER, Variant.TRACED)
-
-_KEPT = (Variant.PLAN, Variant.NARROW, Variant.SERIAL, Variant.INDUCTOR, *_OF_STEPS)
-"""Variants that a later process can run."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -114,11 +105,10 @@ class WarmStart:
         config = self.config
         is_usual = config.runtime.bodies != "eager" and config.plan.file is None and config.debug.dump is None
         is_here = all(item.device == self.target.device for item in example_inputs if isinstance(item, torch.Tensor))
-        if not (config.plan.remember and is_usual and is_here and self.is_alone and may_cache()):
+        is_native = self.target.has_native_bodies and self.target.keeps_profile
+        if not (config.plan.remember and is_usual and is_here and is_native and self.is_alone and may_cache()):
             return None
-        if has_custom_operator(graph_module) or not self.target.has_native_bodies or not self.target.keeps_profile:
-            return None
-        if config.device.cache is None:
+        if has_custom_operator(graph_module) or config.device.cache is None:
             return None
         self._bundles = History(config.device.cache / "history")
         content = module_paths(graph_module) + describe_sharing(example_inputs)
@@ -154,7 +144,7 @@ class WarmStart:
     def _find(self, key: str | None, *, is_whole_kept: bool = False) -> Finding | None:
         history = self._history
         finding = None if history is None or key is None else history.recall(key)
-        if finding is None or finding.variant not in _KEPT:
+        if finding is None:
             return None
         are_segments_needed = self.is_for_step or self.target.captures
         if finding.variant is Variant.INDUCTOR and are_segments_needed and not is_whole_kept:

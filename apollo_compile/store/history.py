@@ -10,7 +10,7 @@ recalled plan is not planned again, and the winner runs from the first step on; 
 A finding expires after `MAX_AGE_S`, because a machine changes in ways that no key captures, and only the `MAX_FILES`
 youngest are kept. A finding that cannot be read, or whose plan is not legal for the graph, is ignored.
 
-AOTAutograd's cache cannot invalidate a bundle of a graph (`session/bundle.py`). So the number of a generation is part
+AOTAutograd's cache cannot invalidate a bundle of a graph (`session/restore.py`). So the number of a generation is part
 of a bundle's key, and a new generation begins when a bundle could not be used.
 """
 

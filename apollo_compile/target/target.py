@@ -160,10 +160,6 @@ class Target(Protocol):
         """
 
     @property
-    def shares_units(self) -> bool:
-        """Whether lanes may share units, so that concurrent segments slow each other more than a plan predicts."""
-
-    @property
     def has_native_bodies(self) -> bool:
         """Whether a body can run without Python; then `faster_with_onednn` is asked about its matmuls, bundles of
         graphs are kept for later processes, and a graph is interpreted if there is no C++ compiler.

@@ -10,6 +10,7 @@ from torch import nn
 
 from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
+from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Trace, Variant
 from apollo_compile.reports.outlook import planned_state
 from apollo_compile.reports.report import Report
@@ -61,24 +62,25 @@ def explain_step(
     loss_fn = own_loss if loss_fn is None else loss_fn
     check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
     config = load_config(options)
-    found = predict_step(
-        model,
-        loss_fn,
-        (split or split_evenly)(batch, microbatches),
-        optimizer=optimizer,
-        clip_grad_norm=clip_grad_norm,
-        keep_gradients=keep_gradients,
-        config=config,
-        profile=select_profile(config),
-    )
-    if found.compilation is None:
-        detail = f"{Variant.LOOP}: {found.reason}"
+    parts, profile = (split or split_evenly)(batch, microbatches), select_profile(config)
+    try:
+        compilation = predict_step(
+            model,
+            loss_fn,
+            parts,
+            optimizer=optimizer,
+            clip_grad_norm=clip_grad_norm,
+            keep_gradients=keep_gradients,
+            config=config,
+            profile=profile,
+        )
+    except UnsupportedGraphError as error:
+        detail = f"{Variant.LOOP}: {error}"
         return Report(
             graphs=(),
             fallbacks=(),
             states=(State(graph="step", stage=Stage.FALLS_BACK, detail=detail),),
         )
-    compilation = found.compilation
     summary = summarize(
         compilation,
         Trace(),

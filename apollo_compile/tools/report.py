@@ -75,12 +75,11 @@ def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str]) -> R
 
 def _summarize_step(step: Step, tuner: StepTuner, units: Sequence[int], profiles: Sequence[str]) -> GraphSummary:
     variants = tuner.program.variants
-    compilation = variants.plan_of(tuner.current)
     return summarize(
-        compilation,
+        variants.compilation,
         variants.plan.trace(),
         variant=tuner.current,
-        what_if=what_if(compilation, step.config, units=units, profiles=profiles),
+        what_if=what_if(variants.compilation, step.config, units=units, profiles=profiles),
     )
 
 
@@ -119,18 +118,17 @@ def _summarize(model: CompiledModel, units: Sequence[int], profiles: Sequence[st
     compare = functools.partial(what_if, config=model.config, units=units, profiles=profiles)
     graphs = [
         summarize(
-            compilation,
+            graph.compilation,
             Trace() if graph.learner.is_cold else graph.trace(),
             num_replans=graph.num_replans,
             is_cold=graph.learner.is_cold and graph.variant_of_plan == Variant.PLAN,
             is_deterministic=graph.is_deterministic,
             variant=graph.variant_of_plan,
-            what_if=compare(compilation),
+            what_if=compare(graph.compilation),
             lane_bytes=graph.lane_bytes(),
             lane_memory_quota=model.target.lane_memory_quota,
         )
         for graph in model.graphs
-        for compilation in [graph.variants.plan_of(graph.variant)]
     ]
     graphs += [
         summarize(

@@ -1,11 +1,5 @@
 """Compiled graphs in AOTAutograd's cache.
 
-    may_cache()             whether AOTAutograd may keep compiled graphs, and can
-    Cache                   cache key and loader, passed to `compile_with_inductor`
-    unbundled_by(cache)     load graphs from AOTAutograd's cache with `cache`
-    CachedGraph             a compiled graph that can be serialized
-    OUTPUT_CODE             the methods of torch that `CachedGraph` overrides
-
 Note [bundles]: AOTAutograd's cache holds the result of tracing a Dynamo graph, splitting it into forward and backward,
 and compiling both. It accepts any kind of compiled graph that can be serialized and loaded, but only with the setting
 `bundled_autograd_cache`; so that is set for AOTAutograd, while Inductor keeps caching the code of pieces by itself. The

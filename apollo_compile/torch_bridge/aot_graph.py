@@ -1,12 +1,5 @@
 """Graphs after AOTAutograd: a copy, and questions about outputs, writes and custom operators.
 
-    clone_graph(graph)              copy of the nodes, since Inductor changes the graph that it compiles
-    outputs_of(graph)               outputs of the graph
-    user_outputs(graph)             positions of the outputs that outlive the next run
-    writes_inputs(graph)            whether it mutates its inputs
-    written_inputs(graph)           positions of the inputs that it mutates
-    has_custom_operator(graph)      whether an operator may be written in Python
-
 Such a graph is functional except for `copy_` into its inputs at its end, and for resizes of storages.
 """
 
@@ -42,11 +35,6 @@ def user_outputs(graph_module: fx.GraphModule) -> frozenset[int]:
     """Return the positions of the outputs that outlive the next run; all positions if the graph does not say."""
     visible = graph_module.graph.output_node().meta.get("user_visible_output_idxs")
     return frozenset(range(len(outputs_of(graph_module))) if visible is None else visible)
-
-
-def writes_inputs(graph_module: fx.GraphModule) -> bool:
-    """Whether the graph writes into its inputs."""
-    return any(map(written_by, graph_module.graph.nodes))
 
 
 def written_inputs(graph_module: fx.GraphModule) -> frozenset[int] | None:

@@ -1,7 +1,5 @@
 """Where the backward of attention with dropout finds the seed that its forward drew.
 
-    read_seeds_anywhere(graph)      in place, in graphs before they are compiled or interpreted
-
 Kernels of memory-efficient attention leave seed and offset of their masks in two tensors of one number. In a capture
 these are on the device, where replays write them; otherwise on the host. The backward reads them where it expects them
 by the same rule, unchecked: launched behind a forward that was replayed, as in the rehearsal of its capture, it reads

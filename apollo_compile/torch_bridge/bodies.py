@@ -1,8 +1,5 @@
 """Bodies of segments: nodes cut out of a graph, compiled by Inductor.
 
-    extract_body(graph, body)       cut the nodes of one body out of the graph
-    compile_bodies(pieces)          native entry (no GIL) where possible, else a Python callable
-
 A native body is made in two steps, so that the C++ compiler works on one body while the next one is lowered: Inductor
 generates code and starts the compiler, and `finish_native` waits for it. `serialize.py` takes the second step for code
 of an earlier process.
@@ -38,8 +35,7 @@ from apollo_compile.torch_bridge.compile_scope import (
     within_guards,
 )
 from apollo_compile.torch_bridge.layouts import check_layouts, output_layouts
-from apollo_compile.torch_bridge.onednn import is_linear
-from apollo_compile.torch_bridge.onednn_lowering import lower_linear
+from apollo_compile.torch_bridge.onednn import is_linear, lower_linear
 
 
 def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModule, list[Any]]:
@@ -82,11 +78,7 @@ def compile_bodies(
     shared = shared_kwargs(kwargs)
     if any(is_linear(node.target) for _, piece, _ in pieces for node in piece.graph.nodes):
         lower_linear()
-    with (
-        within_guards([fake for _, _, fakes in pieces for fake in fakes]),
-        compile_lock(),
-        as_piece(),
-    ):
+    with within_guards([fake for _, _, fakes in pieces for fake in fakes]), compile_lock(), as_piece():
         layouts = [output_layouts(piece) for _, piece, _ in pieces]
         started = []
         for number, (_, piece, fakes) in enumerate(pieces, 1):
@@ -125,7 +117,8 @@ def _finish(started: Any, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], 
     body = started if started is None or isinstance(started, KeepsPython) else finish_native(started)
     if isinstance(body, CompiledBody):
         return body
-    return replace(_compile_for_python(piece, fakes, shared), keeps_python=body)
+    with inductor_config.patch(body_options()):
+        return CompiledBody(function=compile_fx_inner(piece, list(fakes), **shared), keeps_python=body)
 
 
 def finish_native(compiled: Any) -> CompiledBody | KeepsPython:
@@ -167,8 +160,3 @@ def with_entry(path: str, constants: tuple[torch.Tensor, ...], function: Callabl
     library = ctypes.CDLL(path)
     address = ctypes.cast(library.inductor_entry_impl, ctypes.c_void_p).value
     return CompiledBody(function=function, entry_address=address, constants=constants, library=library)
-
-
-def _compile_for_python(piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> CompiledBody:
-    with inductor_config.patch(body_options()):
-        return CompiledBody(function=compile_fx_inner(piece, list(fakes), **shared))

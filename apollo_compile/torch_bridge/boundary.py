@@ -1,9 +1,5 @@
 """Inputs and outputs of a graph that are not tensors: objects that only pass through, and sizes.
 
-    extract_boundary(graph, ...) -> graph of tensors only, and its Boundary
-    Boundary.take, Boundary.give        around each call: remove objects and sizes from inputs, insert them into outputs
-    with_numbers(function, fakes)       for a body: convert its size inputs from tensors back to integers
-
 Buffers hold tensors only. So an object bypasses the graph, and a size passes through it as a 0-dimensional tensor.
 """
 

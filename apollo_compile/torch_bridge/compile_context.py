@@ -1,13 +1,5 @@
 """What Dynamo knows about the current compile: its id, and the code that was traced.
 
-    name_dynamo_graph() -> "0/0";    code_of(name) -> "0"
-    traced_code() -> code objects;    written_arguments() -> positions
-    compile_apart(function) -> torch.compile with cache entries of its own
-    recompile_reason() -> "size 0 of x changed from 4 to 3"
-    original_callable(run) -> the argument of `torch.compile`
-    called_now() -> the same of the call that Dynamo compiles for
-    is_part_of(code, function) -> whether a traced code object belongs to a function
-
 Graphs are named by the id that `TORCH_LOGS` and `tlparse` show. The first number identifies the code that is compiled,
 the second counts its compiles; `torch._dynamo.reset()` restarts both. Where Dynamo passes more than one graph to the
 backend in a compile, as for DDP's buckets, later ones are `0/0.2`, `0/0.3`.
@@ -29,6 +21,7 @@ import torch
 from torch._dynamo import eval_frame
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, TracingContext
+from torch._logging._internal import trace_structured
 
 _RESUMED = "torch_dynamo_resume_in_"
 """Prefix of the names of the functions that Dynamo makes of the rest of a function after a graph break."""
@@ -137,3 +130,8 @@ def written_arguments() -> frozenset[int]:
     if metadata is None:
         return frozenset()
     return frozenset(index for index, item in enumerate(metadata.input_info) if item.mutates_data)
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace, which `tlparse` shows; `text` is called only if tracing is on."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -1,13 +1,5 @@
 """Settings and locks while Inductor compiles for us.
 
-    compile_lock()              guards Inductor's process-wide state
-    as_piece()                  hide state of the whole graph
-    native_code()               generate code that lanes can run without Python
-    within_guards(fakes)        assume no more about dynamic sizes than Dynamo's guards check
-    body_options()              settings of all bodies
-    shared_kwargs(kwargs)       arguments from AOTAutograd that are valid for a piece too
-    CACHE_KEY_TAG               our part of Inductor's cache keys
-
 Note [pieces of a graph]: three parts of the state of the whole graph are hidden while a piece compiles, and restored
 afterwards: `TracingContext.output_strides` (Inductor asserts that it is empty), `fw_metadata.bw_donated_idxs` (names
 inputs of the whole backward; a piece would reuse memory that another piece still reads), and AOTAutograd's cache
@@ -47,11 +39,9 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-@contextlib.contextmanager
-def compile_lock() -> Iterator[None]:
-    """Guard Inductor's process-wide configuration and code generator tables while something compiles."""
-    with _lock:
-        yield
+def compile_lock() -> contextlib.AbstractContextManager[Any]:
+    """Return the guard of Inductor's process-wide configuration and code generator tables while something compiles."""
+    return _lock
 
 
 def _own_code() -> str:

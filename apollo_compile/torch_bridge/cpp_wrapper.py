@@ -1,7 +1,5 @@
 """Inductor's C++ code generator, changed so that threads without Python can call the generated code.
 
-    lane_wrapper    let Inductor generate CPU code for lanes
-
 Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
 entry and so must be entered with the GIL held. Lanes are threads without Python, so `_LaneWrapper` generates the same
 code without that line and with C linkage. Everything else of the generated code is Inductor's. A piece that calls back

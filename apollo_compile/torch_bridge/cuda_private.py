@@ -1,15 +1,5 @@
 """Private interfaces of torch for lanes and CUDA graphs.
 
-    units_left_out(count)           tell libraries to leave some SMs alone in what they launch
-    clear_workspaces(streams)       free the workspaces of cuBLAS on some streams
-    allocating_from(device, pool)   take memory from the pool of a CUDA graph outside of its capture
-    forget_capture(...)             make torch forget a capture that failed at its end
-    reset_cuda_graphs()             free the CUDA graphs that Inductor captured for fallbacks
-    find_uncapturable(graph)        name an operator that must not be in a CUDA graph
-    refused_waits()                 let torch refuse to wait for the device; allowed_waits(): let it wait again
-    retains_graph()                 whether the backward in progress keeps its graph for another one
-    has_saved_tensor_hooks()        whether hooks may replace what a forward saves
-
 Public functions of `torch.cuda` are used where they are needed, in `device/gpu/`.
 """
 

@@ -1,9 +1,4 @@
-"""Dimensions of inputs whose size is a symbol while a graph is traced.
-
-follow_dimension(tensor, dimension)                         trace with a symbol, unless the code fixes the size
-find_size(graph_module, tensor, dimension)  the symbol, or the expression, that it became
-has_sizes(value)                            whether an input is such a size, or a tensor that has one
-"""
+"""Dimensions of inputs whose size is a symbol while a graph is traced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Fragments: a model that falls into many Dynamo graphs, why, and which of its modules to compile by themselves.
 
-    describe_fragments(run, num_graphs, breaks, is_over=...) -> one line; empty where there are few graphs
-
 Every graph break ends a graph, and Dynamo then compiles the functions that were called around it one by one, with
 their own breaks. A model that reads sizes from tensors in every layer becomes dozens of graphs. Each of them takes
 seconds to compile, and nothing overlaps between them. Modules in which nothing breaks are better compiled alone.
@@ -57,10 +55,11 @@ def describe_fragments(
     (place, count), *_ = places.most_common(1)
     main = next(found for found in breaks if (found.file, found.line) == place)
     how_many = f"{num_graphs} graphs" if is_over else f"more than {MANY} graphs"
+    remedy = f"; try: {main.remedies[0]}" if main.remedies else ""
     return (
         f"{_name_of(run)} falls into {how_many}, between which nothing overlaps: {count} of {len(breaks)} graph breaks "
         f"{'is' if count == 1 else 'are'} at {main.file}:{main.line} in {main.function}: {main.code} ({main.problem})"
-        f"{_advice(_modules_of(run), breaks, so_far='' if is_over else ' so far') or _remedy(main)}"
+        f"{_advice(_modules_of(run), breaks, so_far='' if is_over else ' so far') or remedy}"
     )
 
 
@@ -72,7 +71,8 @@ def _advice(modules: Mapping[str, nn.Module], breaks: Sequence[GraphBreak], *, s
     shares = {
         name: share
         for name, module in whole.items()
-        if (share := _size(module) / total) >= (_MIN_SHARE if _has_layers(module) else _MOST)
+        for has_layers in [any(isinstance(inner, nn.ModuleList) for inner in module.modules())]
+        if (share := _size(module) / total) >= (_MIN_SHARE if has_layers else _MOST)
     }
     named = sorted(shares, key=lambda name: -shares[name])[:_MAX_NAMES]
     if not named:
@@ -80,10 +80,6 @@ def _advice(modules: Mapping[str, nn.Module], breaks: Sequence[GraphBreak], *, s
     listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
     share = sum(shares[name] for name in named)
     return f"; compile {listed} instead, where no graph broke{so_far} ({share:.0%} of the parameters)"
-
-
-def _remedy(found: GraphBreak) -> str:
-    return f"; try: {found.remedies[0]}" if found.remedies else ""
 
 
 def _whole_modules(name: str, module: nn.Module, broken: frozenset[type]) -> Iterator[tuple[str, nn.Module]]:
@@ -129,10 +125,6 @@ def _modules_of(run: Callable[..., Any] | None) -> dict[str, nn.Module]:
     known = inspect.getclosurevars(run)
     found = {**known.globals, **known.nonlocals}
     return {name: value for name, value in found.items() if isinstance(value, nn.Module)}
-
-
-def _has_layers(module: nn.Module) -> bool:
-    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
 
 
 def _size(module: nn.Module) -> int:

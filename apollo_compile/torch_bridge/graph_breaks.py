@@ -1,9 +1,5 @@
 """Graph breaks: where Dynamo had to end a graph, and how to remove the break.
 
-    find_break(graph_module, name) -> GraphBreak | None
-    problem_of(error)       why a function is not one graph, where that is an error
-    is_of_user(error)       whether an operator cannot run on its arguments
-
 Dynamo records on every graph why it ended: an explanation, hints, and the stack of the user's code. Several encoders
 and a language model can share the device only if they are in one graph, so a graph break is the first thing to look for
 when nothing overlaps.

@@ -1,10 +1,5 @@
 """Tensor handles of AOTInductor's C interface, which compiled bodies take and return.
 
-    to_handles, from_handles    convert tensors to owned handles and back
-    tensor_api                  addresses of the C functions that clone and delete a handle
-    error_text_address          address of the C function that returns the message of the last error
-    prepare_lane_thread         torch settings that a new thread does not inherit
-
 Lanes are threads without Python: they call bodies with handles, and torch through these addresses.
 """
 

@@ -1,10 +1,5 @@
 """Graphs interpreted without a compiler: one operator after the other, under the GIL.
 
-    interpret_bodies(pieces)        bodies of segments
-    interpret_whole(graph)          a whole graph, with the calling convention of a compiled graph
-    run_as_traced(graph)            the same without that care, for a dry run
-    real_tensors()                  compute on real tensors during a compile
-
 Results are those of the compiled graph: the same random numbers for a seed, the traced strides, and tensors without
 gradients.
 """
@@ -27,6 +22,7 @@ from apollo_compile.target.target import CompiledBody, Run
 from apollo_compile.torch_bridge.attention_seeds import read_seeds_anywhere
 from apollo_compile.torch_bridge.boundary import with_numbers
 from apollo_compile.torch_bridge.layouts import report_output_strides
+from apollo_compile.torch_bridge.private_attributes import mark_boxed
 
 
 def interpret_bodies(pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]]) -> tuple[CompiledBody, ...]:
@@ -41,21 +37,19 @@ def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Seque
         context.output_strides.clear()  # a compile that failed may have filled it
     report_output_strides(graph_module)
     read_seeds_anywhere(graph_module.graph)
-    run = _interpret(graph_module)
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return mark_boxed(_interpret(graph_module))
 
 
 def run_as_traced(graph_module: fx.GraphModule) -> Run:
     """Return a boxed function, as AOTAutograd calls it, that runs a post-AOT graph as it is, for a dry run."""
 
+    @mark_boxed
     def run(inputs: list[Any]) -> Sequence[Any]:
         values = list(inputs)
         inputs.clear()
         outputs: Sequence[Any] = graph_module(*values)
         return outputs
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

@@ -1,9 +1,5 @@
 """Matmuls in the graph of a body, and the calls of oneDNN that take the place of some of them.
 
-    find_matmuls(graph) -> list[Matmul]             in the graph of a body, before it is compiled
-    replace_with_onednn(graph, is_for_onednn)       in place
-    onednn_linear()                                 the operator that takes their place
-
 On a CPU, torch and Inductor call the BLAS that torch was built with for every float32 matmul. Which matmuls oneDNN
 computes faster is measured by the device (`device/cpu/matmul_libraries.py`).
 
@@ -17,7 +13,9 @@ the same numbers every time, or allows float32 with less precision, which has ru
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -70,7 +68,7 @@ def onednn_linear() -> torch._ops.OpOverload:
         if not hasattr(getattr(torch.ops, namespace), name):  # a definition survives a reload of this file
             torch.library.define(LINEAR, "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
             torch.library.impl(LINEAR, "CPU", call_onednn)
-            torch.library.register_fake(LINEAR, _fake_linear)
+            torch.library.register_fake(LINEAR, lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
     return torch.ops.apollo_compile.linear.default
 
 
@@ -80,8 +78,31 @@ def call_onednn(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return result
 
 
-def _fake_linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return value.new_empty(value.shape[0], weight.shape[0])
+@functools.cache
+def lower_linear() -> None:
+    """Register a lowering to oneDNN for the operator of `onednn_linear`, as Inductor has for frozen weights.
+
+    Inductor's lowering requires a weight that is a constant and row-major.
+    """
+    from torch._inductor import ir, mkldnn_ir
+    from torch._inductor.lowering import register_lowering
+
+    class Linear(mkldnn_ir.LinearUnary):
+        """oneDNN's call with a weight that is row-major or column-major."""
+
+        @classmethod
+        def make(cls, value: Any, weight: Any, bias: Any) -> Any:
+            inputs = [cls.require_contiguous(cls.realize_input(value)), cls.realize_input(weight)]
+            if bias is not None:
+                inputs.append(cls.require_contiguous(cls.realize_input(bias)))
+            size = [value.get_size()[0], weight.get_size()[0]]
+            layout = ir.FixedLayout(device=value.get_device(), dtype=value.get_dtype(), size=size)
+            no_activation: list[Any] = ["none", [-1], ""]
+            constants = no_activation if bias is not None else [None, *no_activation]
+            call = cls(layout=layout, inputs=inputs, constant_args=constants)
+            return ir.TensorBox.create(mkldnn_ir._create_output_node(call))  # type: ignore[no-untyped-call]
+
+    register_lowering(onednn_linear(), type_promotion_kind=None)(Linear.make)
 
 
 def _matmul_of(node: fx.Node) -> Matmul | None:

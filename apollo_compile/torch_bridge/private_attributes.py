@@ -1,10 +1,4 @@
-"""Attributes of torch's objects that have no public name.
-
-mark_boxed(run)             AOTAutograd passes the inputs in a list, which `run` empties
-have_gradient_hooks(...)    whether a hook sees the gradient of a tensor
-is_compiled_module(model)   whether a module is the result of `torch.compile`
-TANGENT                     how AOTAutograd's names of gradients that a backward is given begin
-"""
+"""Attributes of torch's objects that have no public name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """What lanes need to take part in a profile of `torch.profiler`.
 
-    is_profiling() -> whether a profiler records
-    named(name)    -> a context whose work has this name in profiles, and in NVTX ranges under `emit_nvtx`
-    profiler_functions() -> addresses of torch's functions, by their names in `ProfilerApi` of `runtime/`
-
 Note [threads in a profile]: a profiler records the thread on which it was started, by callbacks and a state that belong
 to that thread. Another one takes part with copies of both, as those of autograd and of `torch.jit.fork` do through
 `at::ThreadLocalState`. `enableProfilerInChildThread` is no way: it remembers the callbacks of one thread only, so that

@@ -1,8 +1,5 @@
 """Random numbers of a vector at once, in Inductor's C++ code.
 
-    numbers_at_once()   let Inductor generate such code, while something compiles
-    RAND                the method of torch that is overridden
-
 Inductor draws one number after the other, each with all ten rounds of Philox, which in a model with dropout can take
 longer than its matmuls. The rounds are the same arithmetic for every number, so here each is taken for a whole vector,
 where the CPU has AVX2 or AVX-512. The numbers are the same to the bit: those of `normalized_rand_cpu`, the first of the

@@ -1,8 +1,5 @@
 """Step an optimizer inside of a CUDA graph, which repeats what it was captured with.
 
-    ReplayedStep(optimizer, parameters, device)     a `StepInParts`
-    problem_of_replays(optimizer) -> str | None     why a step cannot be replayed
-
 Learning rates are in tensors on the device, which are written before a replay if a scheduler has changed them. All else
 that a kernel is given by value or by address is looked at before every step: settings, groups, and the tensors of the
 state, which `load_state_dict` replaces. What has changed is captured again.
@@ -159,19 +156,12 @@ class _Look:
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[object]:
     return [
-        (name, len(value) if name == "params" else _setting(value))
+        (name, len(value) if name == "params" else (id(value), value.data_ptr()) if is_tensor else value)
         for group in optimizer.param_groups
         for name, value in group.items()
-        if name != "initial_lr" and (name != "lr" or _is_on_device(value))
+        for is_tensor in (isinstance(value, torch.Tensor),)
+        if name != "initial_lr" and (name != "lr" or (is_tensor and value.device.type != "cpu"))  # rates on the host
     ]
-
-
-def _setting(value: object) -> object:
-    return (id(value), value.data_ptr()) if isinstance(value, torch.Tensor) else value
-
-
-def _is_on_device(rate: object) -> bool:
-    return isinstance(rate, torch.Tensor) and rate.device.type != "cpu"
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

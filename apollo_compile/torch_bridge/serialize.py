@@ -1,9 +1,5 @@
 """Compiled code and graphs as data, and back.
 
-    bundle_body, unbundle_body      a compiled body, native or not
-    bundle_code, unbundle_code      code of Inductor's Python wrapper
-    bundle_graph, unbundle_graph    a graph after AOTAutograd
-
 The data is valid for this version of this package and of torch, on this machine; cache keys ensure that.
 """
 

@@ -1,11 +1,5 @@
 """Settings of Inductor and torch, and what follows from them.
 
-    inductor_settings(mode, options)    Inductor's settings for a mode and options of torch.compile
-    current_settings()                  Inductor's settings now
-    with_settings(settings)             apply settings of Inductor
-    compiler_settings()                 all settings that shape Inductor's code, as a text
-    may_choose_library()                whether we may choose the library for matmuls
-
 Settings that we add for bodies are in `compile_scope.py`.
 """
 

@@ -1,7 +1,5 @@
 """How long pieces of work take on a device, without waiting for it in between.
 
-    watch.begin(); work(); watch.end(key); ...; watch.read() -> keys and nanoseconds
-
 A CPU is timed by the clock of the host. On a CUDA device events are recorded on the current stream, and read at the
 end. Any other device has to be waited for.
 """

@@ -1,13 +1,5 @@
 """Storages of tensors: their identity and their reference counts.
 
-    storages_of(tensors)        identities of storages, to compare
-    describe_sharing(values)    which tensors share memory and where, as a text
-    storage_handles(tensors)    handles of storages for `count_uses`
-    count_uses(handles)         reference count of each storage
-    addresses_of(tensors)       address of each tensor
-    Places(addresses)           whether tensors are at these addresses
-    WrittenMemory(written)      whether other tensors are in memory that some are written to
-
 Nothing here keeps a storage alive.
 """
 

@@ -1,7 +1,5 @@
 """Operators on lists of tensors, such as an optimizer's, as operators on each of the tensors.
 
-    with_tensors_apart(graph_module) -> a copy without such operators, or the graph itself if it has none
-
 An optimizer that is traced with the step takes the parameters of all layers in one call after the other. As one node,
 none of its calls could begin before the backward of the first layer has ended, and segments would fuse none with others
 on the same parameter. An operator that is not known here stays as it is.

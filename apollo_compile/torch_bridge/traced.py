@@ -1,7 +1,5 @@
 """A graph as AOTAutograd hands it to the session: tensors only, with what its caller promises.
 
-take_graph(graph_module, example_inputs, kwargs) -> TracedGraph
-
 Everything that the session and the device need to know of a graph besides its nodes is asked here, once, before it is
 planned.
 """

@@ -1,10 +1,5 @@
 """Backwards that Dynamo traced inside a function, so that forward and backward are one graph.
 
-    refuse_hooks(dynamo_graph, tensors) before AOTAutograd: let the function run in eager if Dynamo has left hooks out
-    remember_modules(dynamo_graph)      before AOTAutograd: let it say which forward node every backward node is of
-    name_backward(graph)                after it: give every backward node the modules of that forward node
-    is_whole_step(graph_module)         whether forward and backward are both in the graph
-
 With `torch._dynamo.config.trace_autograd_ops` Dynamo turns `backward()` and `torch.autograd.grad` into a node of its
 graph. AOTAutograd traces that node to the operators of the backward, in a graph that it takes for one of inference, and
 does not do what it does for backwards of its own: number the nodes of the backward as those of the forward, and copy

@@ -1,9 +1,5 @@
 """Whole graphs after AOTAutograd, compiled as by Inductor alone.
 
-    compile_whole(graph, inputs)        inside AOTAutograd, for a fallback
-    compile_again(graph, settings)      later, for a graph that was already compiled as bodies
-    compile_apart(graph, work)          what that and other late compiles run in
-
 Workarounds for wrong code (`upstream_bugs/`) apply here as in bodies; such code has cache keys of its own in Inductor's
 cache.
 """
@@ -42,18 +38,15 @@ def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], *
     """Compile a post-AOT graph as Inductor alone would, except for workarounds and for seeds of attention."""
     read_seeds_anywhere(graph_module.graph)  # its forward may be replayed
     tag = torch.compiler.config.cache_key_tag
-    is_own = kwargs.get("is_backward") or _has_fixed_code(graph_module)  # Inductor's key does not cover donated buffers
+    # Inductor's key covers neither donated buffers nor workarounds, so its cache may have wrong code for the graph.
+    is_fixed = any(is_left_to_aten(node) or adds_at_addresses(node) for node in graph_module.graph.nodes)
+    is_own = kwargs.get("is_backward") or is_fixed
     with (
         compile_lock(),
         fixed_scatters(),
         torch.compiler.config.patch(cache_key_tag=f"{tag} {CACHE_KEY_TAG}" if is_own else tag),  # type: ignore[attr-defined]
     ):
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
-
-
-def _has_fixed_code(graph_module: fx.GraphModule) -> bool:
-    """Whether Inductor's cache may have wrong code for the graph, because its key does not cover the workarounds."""
-    return any(is_left_to_aten(node) or adds_at_addresses(node) for node in graph_module.graph.nodes)
 
 
 def compile_again(

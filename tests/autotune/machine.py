@@ -10,7 +10,7 @@ from typing import Any
 from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.autotune.candidates import Candidate, CandidateError
 from apollo_compile.autotune.comparison import MAX_ROUNDS, MIN_ROUNDS, PER_CALL
-from apollo_compile.autotune.drift import DRIFT_STEPS, WATCH_EVERY
+from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Standing, Variant, Verdict
@@ -22,7 +22,7 @@ STEPS_PER_TURN = PER_CALL.steps_per_turn
 ENOUGH = 5 * MAX_ROUNDS * STEPS_PER_TURN * 3
 """Steps in which every comparison ends."""
 
-WINDOW = DRIFT_STEPS * (WATCH_EVERY + 1)
+WINDOW = DRIFT_SAMPLES * LOOK_EVERY
 """Steps between two looks at their duration."""
 
 COMPILE_SHARE = 0.05

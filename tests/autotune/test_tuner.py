@@ -12,12 +12,12 @@ from apollo_compile.autotune import tuner
 from apollo_compile.autotune.budget import MAX_STEP_NS, CompileBudget
 from apollo_compile.autotune.candidates import Candidate, CandidateError
 from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_TURN
-from apollo_compile.autotune.drift import DRIFT_STEPS, WATCH_EVERY
+from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.autotune.tuner import ABANDONED_NS, Tuner
 from apollo_compile.ir import Variant, Verdict
 from tests.autotune.machine import INDUCTOR, PLAN, SERIAL, earlier
 
-LOOP, EAGER, TRACED = Variant.LOOP, Variant.EAGER, Variant.TRACED
+LOOP, TRACED = Variant.LOOP, Variant.TRACED
 
 MS, S = 1_000_000, 1_000_000_000
 
@@ -291,7 +291,7 @@ def test_turns_are_timed_from_border_to_border() -> None:
     """With everything that a step has besides, and without waiting for the device in between."""
     subject = Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN)
     asked: list[int] = []
-    subject.tuner._turn._now_ns = lambda: asked.append(subject.now_ns) or subject.now_ns  # type: ignore[func-returns-value]
+    subject.tuner._now_ns = lambda: asked.append(subject.now_ns) or subject.now_ns  # type: ignore[func-returns-value]
     subject.offer(SERIAL, PLAN)
     subject.run(ENOUGH)
     (verdict,) = subject.verdicts
@@ -299,7 +299,7 @@ def test_turns_are_timed_from_border_to_border() -> None:
     assert len(asked) == 2 * 2 * MIN_ROUNDS
     assert subject.used[:16] == 16 * [PLAN]  # a warm-up of four steps, two untimed ones, and ten
     subject.times[PLAN] = 14
-    subject.run(6 * DRIFT_STEPS * WATCH_EVERY)
+    subject.run(6 * DRIFT_SAMPLES * LOOK_EVERY)
     assert subject.winners == [PLAN, SERIAL]
 
 

@@ -74,7 +74,7 @@ def test_as_many_branches_run_abreast_as_there_are_lanes_for(num_branches: int, 
     plan = make_plan(made, table, lanes=lanes, **LITTLE)
     check_plan(plan, made, table)
     assert plan.num_abreast == min(4, num_branches)
-    in_two = make_plan(made, table, lanes=lanes, is_narrow=True, **LITTLE)
+    in_two = make_plan(made, table, lanes=useful_lanes(lanes, 2), **LITTLE)
     check_plan(in_two, made, table)
     assert plan.makespan_ns < in_two.makespan_ns and in_two.num_abreast == 2
 

@@ -28,7 +28,6 @@ class CpuTarget:
     has_spans = True
     calls_wait = True
     captures = False
-    shares_units = False
     has_native_bodies = True
     lane_memory_quota = None
 

@@ -30,7 +30,6 @@ class GpuTarget:
     has_spans = False
     calls_wait = False
     captures = True
-    shares_units = True
     has_native_bodies = False
     keeps_profile = True
 

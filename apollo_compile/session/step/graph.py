@@ -1,7 +1,5 @@
 """The graph of a training step: forward and backward of one micro-batch, called once for each of them.
 
-    compose_micro_batches(micro, number of micro-batches, ...) -> StepGraph;    plan_step(...) -> Compilation
-
 Nothing is traced or compiled again: segments and bodies are those of the graphs that `torch.compile` made for one
 micro-batch. What is new are sums of gradients, clipping and the optimizer (`segments.py`), and one plan for all, in
 which the forward of one micro-batch may run beside the backward of another, and the optimizer of a module beside the
@@ -22,7 +20,6 @@ from apollo_compile.ir import (
     BodyId,
     BufferId,
     Capture,
-    Node,
     Observation,
     Observations,
     Partition,
@@ -34,19 +31,11 @@ from apollo_compile.ir import (
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.compose import Call, compose_step
 from apollo_compile.pipeline import plan_partition
+from apollo_compile.session.step import segments
 from apollo_compile.session.step.collectives import Averages
 from apollo_compile.session.step.input_tracker import SharedInputs
 from apollo_compile.session.step.micro_batch import GraphCode, MicroBatchGraphs, names_of
-from apollo_compile.session.step.segments import (
-    Group,
-    OneSegment,
-    add_gradients,
-    average_gradients,
-    group_gradients,
-    limit_gradients,
-    measure_gradients,
-    update_parameters,
-)
+from apollo_compile.session.step.segments import Group, OneSegment
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import with_network
 from apollo_compile.target.profile import DeviceProfile
@@ -131,28 +120,26 @@ def compose_micro_batches(
     )
 
 
-def plan_step(
-    micro: MicroBatchGraphs, step: StepGraph, *, profile: DeviceProfile, config: Config, is_narrow: bool = False
-) -> Compilation:
-    """Return the plan of a step; one that `is_narrow` has at most two segments at once.
+def plan_step(micro: MicroBatchGraphs, step: StepGraph, *, profile: DeviceProfile, config: Config) -> Compilation:
+    """Return the plan of a step.
 
     Raises:
         InfeasiblePlanError: no plan meets the memory quota.
     """
     name, lanes = step.graph.name, profile.lanes
+    nodes = (*micro.forward.compilation.capture.nodes, *micro.backward.compilation.capture.nodes)  # in keys of findings
     observed = _join_observations(micro.forward, micro.backward)
     if step.averages is not None:
         observed = _add_collectives(observed, step.graph, step.averages, profile.units)
         lanes = with_network(lanes)
     return plan_partition(
-        Capture(name=name, role=Role.STEP, nodes=_nodes_of(micro), outputs=()),
+        Capture(name=name, role=Role.STEP, nodes=nodes, outputs=()),
         Partition(graph=step.graph, bodies=_name_bodies(step.graph), nodes_by_segment=()),
         observed,
         profile=profile,
         config=config,
         runner=StageRunner(),
         lanes=lanes,
-        is_narrow=is_narrow,
     )
 
 
@@ -172,7 +159,7 @@ class _Wiring:
         self._count = num_micro_batches
         self._shared = shared_inputs.shared
         forward, backward = micro.forward.graph, micro.backward.graph
-        self._groups = group_gradients(backward, list(micro.parameters))
+        self._groups = segments.group_gradients(backward, list(micro.parameters))
         ordered = [_ordered(code.compilation) for code in (micro.forward, micro.backward)]
         self.graphs = [forward, backward]
         self.own_bodies: Sequence[CompiledBody] = (*micro.forward.bodies, *micro.backward.bodies)
@@ -194,11 +181,6 @@ class _Wiring:
         return [place for place in range(micro.num_inputs) if place not in micro.state and place not in self._shared]
 
     @property
-    def places(self) -> list[int]:
-        """Places of the inputs of the forward in the order of the step's: state, what is shared, and what is not."""
-        return [*self._micro.state, *sorted(self._shared), *self._own_places]
-
-    @property
     def inputs(self) -> list[str]:
         """Names of what the step takes: state, inputs that all micro-batches share, those of each, and weights."""
         micro, parts, shared = self._micro, range(self._count), sorted(self._shared)
@@ -217,7 +199,7 @@ class _Wiring:
 
     def add_micro_batches(self) -> None:
         """Add the forward and the backward of every micro-batch, and the sums of their gradients."""
-        adders = [self._add_graph(add_gradients(group)) for group in self._groups] if self._count > 1 else []
+        adders = [self._add_graph(segments.add_gradients(group)) for group in self._groups] if self._count > 1 else []
         for part in range(self._count):
             made = self._add_micro_batch(part)
             if part == 0:
@@ -236,7 +218,7 @@ class _Wiring:
         for number, bucket in enumerate(averages.buckets):
             places = [place_of[id(parameter)] for parameter in bucket]
             group = Group(name=f"bucket{number}", module="", sizes={place: sizes[place] for place in places})
-            segment = self._add_graph(average_gradients(group, averages.average))
+            segment = self._add_graph(segments.average_gradients(group, averages.average))
             self._replace_gradients(group, segment, [self.gradients[place] for place in places])
 
     def finish_gradients(
@@ -248,16 +230,20 @@ class _Wiring:
         if limit is not None:
             norms = [f"norms {number}" for number in range(len(self._groups))]
             for group, norm in zip(self._groups, norms, strict=True):
-                measure = self._add_graph(measure_gradients(group))
+                measure = self._add_graph(segments.measure_gradients(group))
                 self._call(measure, [self.gradients[place] for place in group.sizes], [norm])
             place_of = {id(parameter): place for place, parameter in parameters.items()}
             order = [place_of[id(each)] for each in parameter_order if id(each) in place_of]
             factor = ["factor"]
-            self._call(self._add_graph(limit_gradients(self._groups, order, limit, self._micro.device)), norms, factor)
+            self._call(
+                self._add_graph(segments.limit_gradients(self._groups, order, limit, self._micro.device)), norms, factor
+            )
         if optimizer is None and limit is None:
             return
         for group in self._groups:
-            update = self._add_graph(update_parameters(group, parameters, optimizer, is_clipped=limit is not None))
+            update = self._add_graph(
+                segments.update_parameters(group, parameters, optimizer, is_clipped=limit is not None)
+            )
             owners = [] if optimizer is None else [f"state {place}" for place in group.sizes]
             taken = [*owners, *(self.gradients[place] for place in group.sizes), *factor]
             if limit is None:
@@ -345,11 +331,6 @@ def _ordered(compilation: Compilation) -> list[SegmentId]:
 
 
 # ----------------------------------------------------------------------------------------------------------- bodies
-
-
-def _nodes_of(micro: MicroBatchGraphs) -> tuple[Node, ...]:
-    """Return the nodes of both graphs, which tell this step from others that are cut alike."""
-    return (*micro.forward.compilation.capture.nodes, *micro.backward.compilation.capture.nodes)
 
 
 def _name_bodies(graph: SegmentGraph) -> tuple[Body, ...]:

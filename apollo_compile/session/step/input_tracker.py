@@ -1,9 +1,5 @@
 """Which inputs of a loss graph, besides the model's own tensors, are the same for all micro-batches and in all steps.
 
-    InputTracker.note(step, tensors)       what one call was given
-    InputTracker.shared_inputs(besides)    places with the same input for all micro-batches, and in all steps
-    InputTracker.is_in(tensors)            whether inputs are in memory of the model's own
-
 A teacher's weights or the weights of classes are such inputs: nothing says that they are not part of the batch, but for
 the memory that they are in. Memory is known by its storage and address, since every split makes new tensors, and a new
 batch may be where the last one was.

@@ -1,12 +1,9 @@
-"""Link what was compiled for a loss function into programs of training steps.
-
-Linker(model, loss_of, optimizer, ...).link(graph, number of micro-batches) -> StepTuner, or why there is none
-"""
+"""Link what was compiled for a loss function into programs of training steps."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,18 +15,13 @@ from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.config import Config
 from apollo_compile.errors import RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
-from apollo_compile.session.step.alternatives import Alternative
 from apollo_compile.session.step.collectives import DataParallel, order_of_gradients
-from apollo_compile.session.step.graph import (
-    StepGraph,
-    compose_micro_batches,
-    plan_step,
-    step_name,
-)
+from apollo_compile.session.step.graph import StepGraph, compose_micro_batches, step_name
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
 from apollo_compile.session.step.returned import KEEPS_TENSORS
+from apollo_compile.session.step.traced import TracedStep
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.target.target import Target
@@ -41,8 +33,7 @@ _logger = logging.getLogger(__name__)
 
 STAYS = "the step stays a loop over micro-batches"
 
-MakeAlternatives = Callable[[StepProgram], Mapping[Variant, Callable[[], Alternative]]]
-"""Returns what makes the alternatives to a program, by variant."""
+MakeTracedStep = Callable[[StepProgram], TracedStep | None]
 
 Compose = Callable[..., StepGraph]
 """`compose_micro_batches` for the steps of a program; takes what runs a micro-batch."""
@@ -85,10 +76,10 @@ class Linker:
         self._target: Target | None = None
         """That of the first program, whose memory all others use."""
 
-    def link(self, graph: LossGraph, num_micro_batches: int, make_alternatives: MakeAlternatives) -> StepTuner | str:
-        """Link what was compiled and offer its alternatives; where that cannot be, log and return the reason."""
+    def link(self, graph: LossGraph, num_micro_batches: int, make_traced_step: MakeTracedStep) -> StepTuner | str:
+        """Link what was compiled; where that cannot be, log and return the reason."""
         try:
-            return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_alternatives)
+            return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_traced_step)
         except UnsupportedGraphError as error:
             reason = str(error)
             _logger.info("%s: %s", STAYS, reason)
@@ -141,12 +132,14 @@ class Linker:
         return graph.micro
 
     def _link_program(
-        self, graph: LossGraph, micro: MicroBatchGraphs, num_micro_batches: int, make_alternatives: MakeAlternatives
+        self, graph: LossGraph, micro: MicroBatchGraphs, num_micro_batches: int, make_traced_step: MakeTracedStep
     ) -> StepTuner:
         name, target = step_name(graph.model.name, num_micro_batches), graph.model.target
         self._target = self._target or target
         target.share_memory(self._target)
-        is_shared = graph.input_tracker.is_in(micro.parameters.values()) or _share_memory(micro)
+        written = WrittenMemory([place for place, at in enumerate(micro.state) if at in micro.parameters])
+        is_shared = graph.input_tracker.is_in(micro.parameters.values())
+        is_shared = is_shared or written.is_shared(list(micro.state.values()))
         optimizer = self._optimizer_inside(name, micro, is_shared=is_shared, is_replayed=target.captures)
         parameters = dict(self._model.named_parameters())
         shared_inputs = graph.input_tracker.shared_inputs(besides=micro.state)
@@ -173,14 +166,12 @@ class Linker:
             ranks=graph.model.ranks,
         )
         is_compared = may_be_compared(self._config) and graph.model.ranks.is_alone
-        if is_compared:
-            self._add_narrow_plan(program, step)
         return StepTuner(
             program,
             graph.model.warm_start,
             budget=self._budget,
             is_compared=is_compared,
-            alternatives={} if target.captures else make_alternatives(program),
+            traced=make_traced_step(program) if is_compared and not target.captures else None,
             prepare_whole=partial(self._add_whole, program, graph, compose) if graph.may_compile_whole else None,
             leave_loop=partial(setattr, graph.model.tuner, "is_paused", False),
         )
@@ -192,33 +183,17 @@ class Linker:
             CandidateError: Inductor cannot compile one of them.
         """
         try:
-            self._add_whole_graphs(program, graph, compose)
+            by_role = {each.compilation.capture.role: each for each in graph.model.graphs}
+            whole = program.micro.with_whole_graphs(by_role[Role.FORWARD].whole(), by_role[Role.BACKWARD].whole())
+            in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
+            loaded = load_step(whole, compose(whole), target=program.variants.target, config=in_turn)
         except CandidateError:
             raise
         except Exception as error:  # the other variants are still compared
             if self._config.debug.strict:
                 raise
             raise CandidateError(f"{type(error).__name__}: {error}") from error
-
-    def _add_whole_graphs(self, program: StepProgram, graph: LossGraph, compose: Compose) -> None:
-        by_role = {each.compilation.capture.role: each for each in graph.model.graphs}
-        whole = program.micro.with_whole_graphs(by_role[Role.FORWARD].whole(), by_role[Role.BACKWARD].whole())
-        in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
-        target = program.variants.target
-        program.variants.add(Variant.INDUCTOR, load_step(whole, compose(whole), target=target, config=in_turn).plan)
-
-    def _add_narrow_plan(self, program: StepProgram, step: StepGraph) -> None:
-        """Add a plan of at most two concurrent segments, where lanes share units and the plan has more.
-
-        Bodies are timed alone; the more of them run at once, the more they slow each other beyond any prediction.
-        """
-        variants = program.variants
-        if not variants.target.shares_units or variants.compilation.plan.num_abreast <= 2:
-            return
-        profile = variants.target.profile
-        narrow = plan_step(program.micro, step, profile=profile, config=self._config, is_narrow=True)
-        if narrow.plan.uses_lanes:
-            variants.add_plan(Variant.NARROW, narrow)
+        program.variants.add(Variant.INDUCTOR, loaded.plan)
 
     def _optimizer_inside(
         self, name: str, micro: MicroBatchGraphs, *, is_shared: bool, is_replayed: bool
@@ -237,12 +212,6 @@ class Linker:
         if not is_replayed:
             return StepInParts(self._optimizer)
         return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)
-
-
-def _share_memory(micro: MicroBatchGraphs) -> bool:
-    """Return whether a parameter shares memory with other state of the model."""
-    written = [place for place, at in enumerate(micro.state) if at in micro.parameters]
-    return WrittenMemory(written).is_shared(list(micro.state.values()))
 
 
 def owned_by(model: nn.Module | None) -> set[int]:

@@ -1,8 +1,5 @@
 """Forward and backward of one micro-batch, and where their inputs come from.
 
-    find_micro(model, inputs, ...) -> MicroBatchGraphs       from what was compiled for the loss of a micro-batch
-    join_graphs(forward, backward, ...) -> MicroBatchGraphs    from two graphs, compiled or only planned
-
 AOTAutograd names values alike in a forward and its backward: what a forward returns under the name that an input of the
 backward has is that input. Inputs of the forward are those of the Dynamo graph, in order; outputs of the backward are
 their gradients, in the same order.

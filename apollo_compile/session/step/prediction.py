@@ -1,12 +1,8 @@
-"""Plan a training step without training: what `compile_step` would link, from graphs that are only planned.
-
-predict_step(model, loss_fn, parts, ...) -> Prediction
-"""
+"""Plan a training step without training: what `compile_step` would link, from graphs that are only planned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +11,7 @@ from torch import nn
 from apollo_compile.config import Config
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role
-from apollo_compile.session.dry_run import DryRun, trace
+from apollo_compile.session.dry_run import trace
 from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import GraphCode, join_graphs
 from apollo_compile.session.step.returned import KEEPS_TENSORS, detach_others
@@ -23,16 +19,6 @@ from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
 from apollo_compile.torch_bridge.optimizers import StepInParts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """How a step would be planned."""
-
-    compilation: Compilation | None
-    """None where it can only run as a loop."""
-    reason: str
-    """Why it can only run as a loop; empty where it need not."""
 
 
 def predict_step(
@@ -45,20 +31,11 @@ def predict_step(
     keep_gradients: bool,
     config: Config,
     profile: DeviceProfile,
-) -> Prediction:
-    """Return the plan of a step; the model is traced on a copy and not changed.
-
-    Arguments:
-        model: the module that is trained.
-        loss_fn: returns the loss of a micro-batch, or a tuple that begins with it.
-        parts: the micro-batches; the first is traced.
-        optimizer: as for `compile_step`.
-        clip_grad_norm: as for `compile_step`.
-        keep_gradients: as for `compile_step`.
-        config: its options apply.
-        profile: the device.
+) -> Compilation:
+    """Return the plan of a step; the model is traced on a copy, with the first micro-batch, and not changed.
 
     Raises:
+        UnsupportedGraphError: it can only run as a loop, with the reason.
         TargetError: the model or its inputs cannot be copied, or Dynamo finds nothing to compile.
         InfeasiblePlanError: no plan meets the memory quota.
     """
@@ -75,24 +52,7 @@ def predict_step(
         problem = problem_of(error)
         if problem is None or is_of_user(error):
             raise
-        return Prediction(compilation=None, reason=f"the loss function is not one graph: {problem}")
-    try:
-        planned = _plan(
-            dry_run, len(parts), optimizer=optimizer, clip_grad_norm=clip_grad_norm, keep_gradients=keep_gradients
-        )
-    except UnsupportedGraphError as error:
-        return Prediction(compilation=None, reason=str(error))
-    return Prediction(compilation=planned, reason="")
-
-
-def _plan(
-    dry_run: DryRun,
-    num_micro_batches: int,
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    clip_grad_norm: float | None,
-    keep_gradients: bool,
-) -> Compilation:
+        raise UnsupportedGraphError(f"the loss function is not one graph: {problem}") from error
     ((name, planned),) = dry_run.graphs.items()
     by_role = {compilation.capture.role: compilation for compilation, _ in planned}
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD}:
@@ -113,11 +73,11 @@ def _plan(
     steps_inside = optimizer is not None and StepInParts.problem_of(optimizer) is None
     step = compose_micro_batches(
         micro,
-        num_micro_batches,
-        name=step_name(name, num_micro_batches),
+        len(parts),
+        name=step_name(name, len(parts)),
         optimizer=StepInParts(optimizer) if optimizer is not None and steps_inside else None,
         clip_grad_norm=clip_grad_norm,
         model_parameters=list(micro.parameters.values()),
         is_kept=lambda parameter: keep_gradients or not steps_inside,
     )
-    return plan_step(micro, step, profile=dry_run.profile, config=dry_run.config)
+    return plan_step(micro, step, profile=profile, config=config)

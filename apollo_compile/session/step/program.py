@@ -1,7 +1,4 @@
-"""A training step as one program: micro-batches in; losses, gradients and updated parameters out.
-
-link_step(micro, step graph, ...) -> StepProgram;    StepProgram.run(inputs, weights) -> outputs, gradients
-"""
+"""A training step as one program: micro-batches in; losses, gradients and updated parameters out."""
 
 from __future__ import annotations
 
@@ -261,23 +258,7 @@ def link_step(
     config: Config,
     ranks: Ranks | None = None,
 ) -> StepProgram:
-    """Return the program of a step.
-
-    Arguments:
-        micro: the graphs of one micro-batch.
-        step: what was composed of them.
-        optimizer: steps inside.
-        clip_grad_norm: to which gradients are clipped inside; None does not clip.
-        named_parameters: all of the model.
-        target: the device that it runs on.
-        config: its `plan` options apply.
-        ranks: that agree on the plan of a step with collectives.
-
-    Raises:
-        InfeasiblePlanError: no plan meets the memory quota.
-        UnsupportedGraphError: the plan is too large to be agreed on.
-        RankError: the agreed plan is unknown, or not legal here.
-    """
+    """Return the program of a step that was composed of the graphs of one micro-batch; see `load_step`."""
     trained = {id(parameter) for parameter in micro.parameters.values()}
     stepped = [place for place, at in enumerate(micro.state) if optimizer is not None and at in micro.parameters]
     return StepProgram(

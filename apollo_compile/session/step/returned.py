@@ -1,7 +1,4 @@
-"""Values that a loss function returns: the loss, alone or among other tensors, which are outputs of the step.
-
-loss_in(returned) -> the loss;    detach_others(returned);    Outputs(returned by micro-batch, weights).combined
-"""
+"""Values that a loss function returns: the loss, alone or among other tensors, which are outputs of the step."""
 
 from __future__ import annotations
 
@@ -76,15 +73,12 @@ class Outputs:
 
     def _join(self, *values: Any) -> Any:
         first = values[0]
-        if isinstance(first, float) or _is_number(first):
+        is_tensor = isinstance(first, torch.Tensor)
+        if isinstance(first, float) or (is_tensor and first.is_floating_point() and not first.dim()):
             return weighted_sum(values, self._weights)
-        if isinstance(first, torch.Tensor):
+        if is_tensor:
             return torch.stack(values) if len({each.shape for each in values}) == 1 else list(values)
         return first if all(each == first for each in values) else list(values)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.dim()
 
 
 def detach(returned: Any) -> Any:

@@ -1,7 +1,5 @@
 """Segments of a training step that no compiled graph has: sums of gradients, their norm, and the optimizer.
 
-    group_gradients(backward, places) -> [Group];    add, average, measure, limit, update -> OneSegment
-
 Gradients are treated group by group: those that one segment of the backward makes are final at the same time, so their
 sum, and what the optimizer does with them, may run while the backward goes on elsewhere. Only clipping joins all.
 """
@@ -76,7 +74,12 @@ def add_gradients(group: Group) -> OneSegment:
     Takes the earlier ones, then the later ones; makes the sums.
     """
     sizes = tuple(group.sizes.values())
-    return _one_segment(group, "sum", takes=2 * sizes, makes=sizes, flops=sum(sizes) // 4, body=_add_pairs)
+
+    def add(terms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        sums: Sequence[torch.Tensor] = torch._foreach_add(terms[: len(sizes)], terms[len(sizes) :])
+        return sums
+
+    return _one_segment(group, "sum", takes=2 * sizes, makes=sizes, flops=sum(sizes) // 4, body=add)
 
 
 def average_gradients(group: Group, average: _Function) -> OneSegment:
@@ -208,12 +211,6 @@ def _one_segment(
         outputs=outputs,
     )
     return OneSegment(graph=graph, body=CompiledBody(function=body))
-
-
-def _add_pairs(terms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    half = len(terms) // 2
-    sums: Sequence[torch.Tensor] = torch._foreach_add(terms[:half], terms[half:])
-    return sums
 
 
 def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:

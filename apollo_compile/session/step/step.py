@@ -2,7 +2,7 @@
 
 The first steps are the plain loop, over the loss function as `torch.compile(backend="apollo")` compiles it. When its
 plans are final, what was compiled is linked into one program (`linking.py`). In the steps that follow, the program, the
-loop and steps that are not made of the program (`alternatives.py`) take turns until the fastest is known (`tuning.py`).
+loop and the step that Inductor traces (`traced.py`) take turns until the fastest is known (`tuning.py`).
 A step that cannot be linked stays the loop, and one line says why.
 
 Under DistributedDataParallel, loops and programs average gradients alike: Note [collectives of a step] in
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,13 +33,6 @@ from apollo_compile.errors import CaptureError, NotReplayedError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.reports.words import NOTHING_YET, describe_state
-from apollo_compile.session.step.alternatives import (
-    ALTERNATIVES,
-    Alternative,
-    add_gradients,
-    is_autocast_on,
-    make_alternatives,
-)
 from apollo_compile.session.step.arguments import StepSettings
 from apollo_compile.session.step.collectives import DataParallel, find_data_parallel
 from apollo_compile.session.step.linking import Linker
@@ -48,6 +41,7 @@ from apollo_compile.session.step.notes import LossGraph, Noted
 from apollo_compile.session.step.program import StepProgram, leave_gradients
 from apollo_compile.session.step.returned import Outputs, detach_others, loss_in, weighted_sum
 from apollo_compile.session.step.split import weigh_parts
+from apollo_compile.session.step.traced import TracedStep, add_gradients, make_traced_step
 from apollo_compile.session.step.tuning import StepTuner, steps_to_compare
 
 _logger = logging.getLogger(__name__)
@@ -190,7 +184,7 @@ class Step:
             tuner.record(time.perf_counter_ns() - begin)
         self._loss.note_graph(key, graph)
         if len(parts) not in graph.outcomes and graph.is_ready:
-            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_alternatives)
+            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_traced_step)
         return returned
 
     def _run(
@@ -204,16 +198,12 @@ class Step:
         if reason is not None:
             tuner.hold_back(reason)
             return None
-        if variant is Variant.EAGER and is_autocast_on(program.micro.device):
-            return None  # autocast would keep copies of weights from step to step
-        if variant is Variant.EAGER:  # which needs no guards
-            return self._run_alternative(variant, tuner, parts, weights)
         found = self._note_inputs(parts, tuner, graph)
         if found is None:
             return None
         noted, returned = found
-        if variant in ALTERNATIVES:  # guards of a traced step know nothing of parameters that get gradients only now
-            return self._run_alternative(variant, tuner, parts, weights)
+        if variant is Variant.TRACED:  # whose guards know nothing of parameters that get gradients only now
+            return self._run_traced(tuner, parts, weights)
         try:
             program.variants.use(variant)
             outputs, gradients = program.run([each.inputs for each in noted], weights)
@@ -255,25 +245,23 @@ class Step:
             return None
         return found
 
-    def _run_alternative(
-        self, variant: Variant, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]
-    ) -> Sequence[Any] | None:
-        """Take the step with an alternative to the program; None where that cannot be compiled."""
-        alternative = tuner.get_alternative(variant)
+    def _run_traced(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
+        """Take the step as Dynamo traces it; None where that cannot be compiled."""
+        assert tuner.traced is not None, "only what is there is compared"
         try:
-            returned = alternative.take(parts, weights)
+            returned = tuner.traced.take(parts, weights)
         except CandidateError as error:
-            tuner.drop_alternative(variant, error)
+            tuner.drop_traced(error)
             return None
         tuner.held_back = None
         if returned is not None:
             self._finish()
         return returned
 
-    def _make_alternatives(self, program: StepProgram) -> Mapping[Variant, Callable[[], Alternative]]:
-        """Return functions that make the alternatives to a program; none keeps this step alive when users drop it."""
+    def _make_traced_step(self, program: StepProgram) -> TracedStep | None:
+        """Return a rival of a program, which does not keep this step alive when users drop it."""
         call = partial(_call_loss, self._loss_fn, self._model)
-        return make_alternatives(program, call, self._loss.call, self.config)
+        return make_traced_step(program, call, self._loss.call, self.config)
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
         returned: Sequence[Any] | None

@@ -1,4 +1,4 @@
-"""The tuner of a training step: its program, its segments in turn, the loop, and steps not made of its program.
+"""The tuner of a training step: its program, its segments in turn, the loop, and the step that Inductor traces.
 
 They take turns in the user's own steps (`autotune/`), and the fastest stays. A verdict is kept for later processes
 under the key of the program, like the findings about graphs.
@@ -7,42 +7,28 @@ under the key of the program, like the findings about graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 
 from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.autotune.candidates import Candidate, CandidateError
-from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN, Rules, typical_steps
+from apollo_compile.autotune.comparison import MIN_ROUNDS, typical_steps
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.reports.values import Stage, State
-from apollo_compile.session.model import NOT_YET, describe_result
-from apollo_compile.session.step.alternatives import Alternative, compile_ns
+from apollo_compile.session.model import NOT_YET, describe_result, rules_of
 from apollo_compile.session.step.program import StepProgram
+from apollo_compile.session.step.traced import TracedStep, compile_ns
 from apollo_compile.session.warm_start import WarmStart
 from apollo_compile.target.target import Target
 
 _logger = logging.getLogger(__name__)
 
-_SIMPLEST_FIRST = (
-    Variant.LOOP,
-    Variant.EAGER,
-    Variant.TRACED,
-    Variant.INDUCTOR,
-    Variant.SERIAL,
-    Variant.NARROW,
-    Variant.PLAN,
-)
-
-
-def rules_of(target: Target) -> Rules:
-    """Return how the steps of a device are timed."""
-    return PER_CALL if target.calls_wait else PER_TURN
+_SIMPLEST_FIRST = (Variant.LOOP, Variant.TRACED, Variant.INDUCTOR, Variant.SERIAL, Variant.PLAN)
 
 
 def steps_to_compare(target: Target) -> int:
     """Return about how many steps it takes to compare the usual candidates that can run at once."""
-    return typical_steps(len((Variant.LOOP, Variant.EAGER, Variant.SERIAL, Variant.PLAN)), rules_of(target))
+    return typical_steps(len((Variant.LOOP, Variant.SERIAL, Variant.PLAN)), rules_of(target))
 
 
 class StepTuner:
@@ -53,7 +39,7 @@ class StepTuner:
         warm_start: recalls and keeps verdicts.
         budget: training time that compiles of late candidates may take.
         is_compared: whether variants are compared; if not, the program runs.
-        alternatives: make what else takes such steps, by variant.
+        traced: takes such steps as Dynamo traces them; None where none may.
         prepare_whole: adds the variant `INDUCTOR`, Inductor's whole graphs in turn; None if that cannot be compiled.
         leave_loop: called where the loop is the fastest, so that its graphs are compared by themselves.
     """
@@ -65,7 +51,7 @@ class StepTuner:
         *,
         budget: CompileBudget,
         is_compared: bool,
-        alternatives: Mapping[Variant, Callable[[], Alternative]],
+        traced: TracedStep | None,
         prepare_whole: Callable[[], None] | None,
         leave_loop: Callable[[], None],
     ) -> None:
@@ -74,14 +60,13 @@ class StepTuner:
         """Why the latest step was a loop instead of the selected variant."""
         self._warm_start = warm_start
         self._is_compared = is_compared
-        self._alternatives = dict(alternatives) if is_compared else {}
-        self._made: dict[Variant, Alternative] = {}
-        """Alternatives that have begun to compete."""
+        self.traced = traced
+        """None where it may not take steps, and once it has lost."""
         self._leave_loop = leave_loop
         self._number = 0
         """Number of the latest step among all steps."""
         self._was_unready = False
-        """Whether an alternative compiles in the latest step."""
+        """Whether the latest step compiles."""
         target = program.variants.target
         self._tuner = Tuner(
             program.name,
@@ -116,24 +101,13 @@ class StepTuner:
         """The variant that was selected for the latest step."""
         return self._tuner.current
 
-    @property
-    def alternatives(self) -> Sequence[Alternative]:
-        """Alternatives that may take steps, from their first step on until they have lost."""
-        return list(self._made.values())
-
-    def get_alternative(self, variant: Variant) -> Alternative:
-        """Return the alternative of this name; it is made first, if need be."""
-        if variant not in self._made:
-            self._made[variant] = self._alternatives[variant]()
-        return self._made[variant]
-
     def begin_step(self, number: int) -> Variant:
         """Return the variant of the step that begins, which has this number among all steps."""
         if number != self._number + 1:  # other steps were taken in between
             self._tuner.spoil()
         self._number = number
         variant = self._tuner.current if self._tuner.skip_step() else self._tuner.begin_step()
-        self._was_unready = variant in self._alternatives and not self.get_alternative(variant).is_ready
+        self._was_unready = variant is Variant.TRACED and not self._is_traced_ready()
         return variant
 
     def record(self, ns: int) -> None:
@@ -163,11 +137,11 @@ class StepTuner:
         else:
             self._tuner.leave(Variant.LOOP)
 
-    def drop_alternative(self, variant: Variant, error: CandidateError) -> None:
-        """Compare the others only: this alternative cannot be compiled, or computes something else."""
-        _logger.info("%s: no %s to compare with: %s", self.program.name, variant, error)
-        self._made.pop(variant, None)
-        self._tuner.drop(variant)
+    def drop_traced(self, error: CandidateError) -> None:
+        """Compare the others only: the traced step cannot be compiled, or computes something else."""
+        _logger.info("%s: no %s to compare with: %s", self.program.name, Variant.TRACED, error)
+        self.traced = None
+        self._tuner.drop(Variant.TRACED)
 
     @property
     def state(self) -> State:
@@ -181,7 +155,7 @@ class StepTuner:
                 num_steps=tuner.steps_left,
                 left_ns=tuner.left_ns,
             )
-        num_lanes = self.program.variants.plan_of(tuner.current).plan.num_lanes
+        num_lanes = self.program.variants.compilation.plan.num_lanes
         return State(
             graph=self.program.name,
             stage=Stage.SETTLED,
@@ -205,21 +179,18 @@ class StepTuner:
     def _candidates(self, prepare_whole: Callable[[], None] | None) -> list[Candidate]:
         program = self.program
         own = {each: Candidate(variant=each) for each in (Variant.LOOP, *program.variants.available)}
-        for variant in self._alternatives:
-            own[variant] = Candidate(
-                variant=variant,
-                is_late=variant is Variant.TRACED,
-                cost_ns=compile_ns(program),
-                is_ready=partial(self._is_ready, variant),
+        if self.traced is not None:  # it is Inductor's code of the whole step, too
+            own[Variant.TRACED] = Candidate(
+                variant=Variant.TRACED, is_late=True, cost_ns=compile_ns(program), is_ready=self._is_traced_ready
             )
-        if Variant.TRACED not in own and prepare_whole is not None:  # it is Inductor's code of the whole step, too
+        elif prepare_whole is not None:
             own[Variant.INDUCTOR] = Candidate(
                 variant=Variant.INDUCTOR, prepare=prepare_whole, is_late=True, cost_ns=compile_ns(program)
             )
         return [own[variant] for variant in _SIMPLEST_FIRST if variant in own]
 
-    def _is_ready(self, variant: Variant) -> bool:
-        return self.get_alternative(variant).is_ready
+    def _is_traced_ready(self) -> bool:
+        return self.traced is None or self.traced.is_ready
 
     def _begin(self, candidates: Sequence[Candidate]) -> None:
         """Run the winner of an earlier process, or compare."""
@@ -233,9 +204,9 @@ class StepTuner:
 
     def _keep(self, variants: Collection[Variant]) -> None:
         """Release what others hold: CUDA graphs, which are captured again if they run, and a traced step for good."""
-        if Variant.TRACED in self._made and Variant.TRACED not in variants:
+        if self.traced is not None and self.traced.is_ready and Variant.TRACED not in variants:
             self._tuner.forget(Variant.TRACED)
-        self._made = {variant: alternative for variant, alternative in self._made.items() if variant in variants}
+            self.traced = None
         if not self._tuner.is_comparing:
             self.program.variants.target.keep_only(variants)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apollo_compile.autotune.drift import DRIFT_STEPS, WATCH_EVERY
+from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.config import load_config
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.distributed.ranks import Ranks
@@ -489,10 +489,10 @@ def test_steps_that_drift_are_compared_again() -> None:
     loop.settle(PLAN_WINS)
     while default.models[0].tuner.tuner.is_more_to_come or not default.is_settled:
         loop.step(PLAN_WINS)
-    for _ in range(2 * DRIFT_STEPS * WATCH_EVERY):
+    for _ in range(2 * DRIFT_SAMPLES * LOOK_EVERY):
         loop.step(PLAN_WINS)
     slower = {**LEVEL, PLAN: 12 * S}
-    for _ in range(12 * DRIFT_STEPS * WATCH_EVERY):
+    for _ in range(12 * DRIFT_SAMPLES * LOOK_EVERY):
         loop.step(slower)
     assert default.is_settled and loop.ran[-1] in (SERIAL, INDUCTOR)
 

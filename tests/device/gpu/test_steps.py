@@ -347,33 +347,21 @@ def test_a_parameter_that_is_also_read_otherwise_is_not_written_beside_it(
     assert run.tuners and "the optimizer steps after the program: a parameter" in caplog.text
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("units", [16])
-def test_a_plan_of_two_concurrent_segments_has_no_narrower_one(gpu: FakeGpu) -> None:
-    """As on a device of two lanes."""
-    pair = Pair(gpu, **{"plan.autotune": True})
-    while not pair.run.tuners:
-        pair.step()
-    variants = pair.run.tuners[0].program.variants
-    assert variants.compilation.plan.num_abreast == 2 and Variant.NARROW not in variants.available
-
-
 def test_variants_take_turns(gpu: FakeGpu) -> None:
-    """The plan first, whose turn begins with its capture, the narrow one, segments in turn, and the loop."""
+    """The plan first, whose turn begins with its capture, segments in turn, and the loop."""
     pair = Pair(gpu, **{"plan.autotune": True})
     while not pair.run.tuners:
         pair.step()
     (tuner,) = pair.run.tuners
     ran = []
-    for _ in range(16 + 16 + 2):
+    for _ in range(16 + 2):
         pair.step()
         ran.append(tuner.current)
-    assert ran == 16 * [Variant.PLAN] + 16 * [Variant.NARROW] + 2 * [Variant.SERIAL]
+    assert ran == 16 * [Variant.PLAN] + 2 * [Variant.SERIAL]
     variants = tuner.program.variants
-    loaded, narrow = variants.loaded(), variants.plan_of(Variant.NARROW).plan
-    assert [loaded[each].num_replays for each in (Variant.PLAN, Variant.NARROW, Variant.SERIAL)] == [16, 16, 2]
-    assert (variants.compilation.plan.num_abreast, narrow.num_abreast) == (4, 2)
-    assert loaded[Variant.NARROW].bodies is variants.plan.bodies
+    loaded = variants.loaded()
+    assert [loaded[each].num_replays for each in (Variant.PLAN, Variant.SERIAL)] == [16, 2]
+    assert variants.compilation.plan.num_abreast == 4 and loaded[Variant.SERIAL].bodies is variants.plan.bodies
     assert status(pair.run).startswith("measuring, about ") and not races_of(gpu)
 
 
@@ -431,19 +419,14 @@ def test_state_is_not_put_where_activations_were(gpu: FakeGpu, monkeypatch: pyte
 
 @pytest.mark.soak
 def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
-    """The loop over replayed graphs, segments in turn, and both plans take turns."""
+    """The loop over replayed graphs, segments in turn, and the plan take turns."""
     pair = Pair(gpu, **{"plan.autotune": True})
     for _ in range(800):
         pair.step()
         if pair.run.tuners and pair.run.tuners[0].is_settled:
             break
     (tuner,) = pair.run.tuners
-    assert {each.name for each in tuner.verdict.standings} == {
-        Variant.LOOP,
-        Variant.SERIAL,
-        Variant.PLAN,
-        Variant.NARROW,
-    }
+    assert {each.name for each in tuner.verdict.standings} == {Variant.LOOP, Variant.SERIAL, Variant.PLAN}
     assert tuner.verdict.standings[0].name == tuner.current and not races_of(gpu)
     pair.step()
 

@@ -1,9 +1,4 @@
-"""What takes a step instead of its program, without being made of it.
-
-Alternative         what `StepTuner` compares the program with
-EagerLoop           the loop over micro-batches without a compiler
-TracedStep          forward and backward of all micro-batches, as Dynamo traces and Inductor compiles them
-"""
+"""A training step as Dynamo traces and Inductor compiles it: a rival of the program that is not made of it."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,9 +25,6 @@ from apollo_compile.torch_bridge.traced_step import compile_traced_step, describ
 
 _logger = logging.getLogger(__name__)
 
-ALTERNATIVES = (Variant.EAGER, Variant.TRACED)
-"""Variants of a step that are not made of its program."""
-
 _DRAWING = (WorkKind.RANDOM, WorkKind.ATTENTION)
 """Operators that keep their order because they draw random numbers."""
 
@@ -43,36 +35,6 @@ _NEGLIGIBLE = 1e-5
 """Share of the norm of all gradients below which one does not matter."""
 
 _TINY = 1e-30
-
-
-class Alternative(Protocol):
-    """Takes steps instead of a program."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether everything is compiled, and nothing is being decided any more."""
-
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
-        """Leave the gradients of these micro-batches; return what the loss function returned for each of them.
-
-        Clipping and the optimizer are the caller's. It returns None where nothing could be learned of these
-        micro-batches and nothing has changed: this step is a loop.
-
-        Raises:
-            CandidateError: it cannot be compiled, or computes something else; nothing has changed.
-        """
-
-
-class EagerLoop:
-    """The loop over micro-batches without a compiler; `call` is the loss function of one."""
-
-    def __init__(self, call: Callable[[Any], Any]) -> None:
-        self.is_ready = True
-        self._call = call
-
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
-        """Take a step; see `Alternative`."""
-        return add_gradients(self._call, parts, weights)
 
 
 class TracedStep:
@@ -86,7 +48,6 @@ class TracedStep:
         call: the loss function of a micro-batch, not compiled.
         compiled: the same, compiled.
         settings: of Inductor, by their names in `torch._inductor.config`.
-        compile_ns: approximate time that the compile takes.
     """
 
     def __init__(
@@ -95,16 +56,22 @@ class TracedStep:
         call: Callable[[Any], Any],
         compiled: Callable[[Any], Any],
         settings: Mapping[str, Any],
-        compile_ns: int,
     ) -> None:
         self.is_ready = False
+        """Whether it is compiled, and its step is known to be the loop's."""
         self._program = program
         self._compiled = compiled
-        self._compile_ns = compile_ns
         self._run = compile_traced_step(partial(_call_loss, call), program.parameters, settings)
 
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
-        """Take a step; see `Alternative`."""
+        """Leave the gradients of these micro-batches; return what the loss function returned for each of them.
+
+        Clipping and the optimizer are the caller's. It returns None where nothing could be learned of these
+        micro-batches and nothing has changed: this step is a loop.
+
+        Raises:
+            CandidateError: it cannot be compiled, or computes something else; nothing has changed.
+        """
         made = self._call(parts, weights) if self.is_ready else self._prove(parts, weights)
         if made is None:
             return None
@@ -127,7 +94,7 @@ class TracedStep:
         drawn = torch.get_rng_state()
         before.restore()
         try:
-            with Progress(f"compiling {program.name} as one graph", expected_ns=self._compile_ns) as progress:
+            with Progress(f"compiling {program.name} as one graph", expected_ns=compile_ns(program)) as progress:
                 progress.at("Inductor, to be compared with the program,")
                 returned, gradients = self._call(parts, weights)
             if not torch.equal(torch.get_rng_state(), drawn):
@@ -178,15 +145,6 @@ def _call_loss(call: Callable[[Any], Any], part: Any) -> tuple[torch.Tensor, Any
     return find_loss(returned), returned
 
 
-def keeps_order(micro: MicroBatchGraphs) -> bool:
-    """Return whether a micro-batch draws random numbers, which eager would not draw alike, or has effects.
-
-    Assertions do not count: one that fails ends the step, whichever of them it is.
-    """
-    nodes = (node for code in (micro.forward, micro.backward) for node in code.compilation.capture.nodes)
-    return any(node.keeps_order and find_operator(node.target).reads_only != "asserts" for node in nodes)
-
-
 def compile_ns(program: StepProgram) -> int:
     """Return approximately how long Inductor compiles forward and backward of all micro-batches as one graph."""
     codes = (program.micro.forward, program.micro.backward)
@@ -208,24 +166,17 @@ def reason_against_traced(program: StepProgram) -> str | None:
     return "the backward writes to its inputs" if program.micro.backward.contract.written_inputs else None
 
 
-def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the gradients of a loss, zeros where it does not depend on a parameter, and leave none in `.grad`."""
-    made = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, made, strict=True)]
-
-
 def gradients_of_loop(
     call: Callable[[Any], Any],
     parts: Sequence[Any],
     weights: Sequence[float],
     parameters: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """Return the gradients that `add_gradients` would add."""
-    total: Sequence[torch.Tensor] | None = None
+    """Return the gradients that `add_gradients` would add, zeros where a loss does not depend on a parameter."""
+    total = [torch.zeros_like(parameter) for parameter in parameters]
     for part, weight in zip(parts, weights, strict=True):
-        made = gradients_of(loss_in(call(part)) * weight, parameters)
-        total = made if total is None else [a + b for a, b in zip(total, made, strict=True)]
-    assert total is not None
+        made = torch.autograd.grad(loss_in(call(part)) * weight, parameters, allow_unused=True)
+        total = [have if more is None else have + more for have, more in zip(total, made, strict=True)]
     return total
 
 
@@ -258,34 +209,15 @@ def _norm_of(gradient: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(elements, dtype=torch.float64))
 
 
-def make_alternatives(
-    program: StepProgram,
-    call: Callable[[Any], Any],
-    compiled: Callable[[Any], Any],
-    config: Config,
-) -> Mapping[Variant, Callable[[], Alternative]]:
-    """Return functions that make the alternatives to a program, by variant.
-
-    Arguments:
-        program: of the same step.
-        call: the loss function of a micro-batch, not compiled.
-        compiled: the same, compiled.
-        config: its options apply.
-    """
+def make_traced_step(
+    program: StepProgram, call: Callable[[Any], Any], compiled: Callable[[Any], Any], config: Config
+) -> TracedStep | None:
+    """Return what takes the steps of a program as Dynamo traces them; None where none may, which one line says."""
+    reason = reason_against_traced(program)
+    if reason is not None:
+        _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
+        return None
     inductor = inductor_settings(config.mode, config.inductor)
     if config.runtime.bodies == "eager":  # which draw the random numbers of eager
         inductor["fallback_random"] = True
-    alternatives: dict[Variant, Callable[[], Alternative]] = {}
-    if not (keeps_order(program.micro) or is_autocast_on(program.micro.device)):
-        alternatives[Variant.EAGER] = partial(EagerLoop, call)
-    reason = reason_against_traced(program)
-    if reason is None:
-        alternatives[Variant.TRACED] = partial(TracedStep, program, call, compiled, inductor, compile_ns(program))
-    else:
-        _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
-    return alternatives
-
-
-def is_autocast_on(device: torch.device) -> bool:
-    """Return whether operators on this device run under autocast."""
-    return torch.is_autocast_enabled(device.type)
+    return TracedStep(program, call, compiled, inductor)
