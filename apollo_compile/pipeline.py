@@ -202,7 +202,6 @@ def plan_partition(
         min_gain=config.plan.min_gain,
         seed=config.plan.seed,
         time_limit_s=config.plan.time_limit_s,
-        fixed_effort=config.plan.fixed_effort,
         memory_quota=config.plan.memory_quota,
         is_narrow=is_narrow,
         pinned=pinned,
