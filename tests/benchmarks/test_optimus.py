@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from apollo_compile.distributed.pipeline.check import check_plan
 from apollo_compile.distributed.pipeline.fill import fill
 from apollo_compile.distributed.pipeline.schedules import one_forward_one_backward
 from apollo_compile.distributed.pipeline.values import Encoder, Filling, StageTimes
@@ -32,6 +31,7 @@ from benchmarks.optimus.search import (
     place_replicas,
     sum_stages,
 )
+from tests.distributed_plan.pipeline.legal import check_plan
 
 MODEL = {"pipeline_parameters": 64_000, "encoder_parameters": 16_000, "activation_bytes": 100}
 

@@ -1,7 +1,6 @@
 """Free time of the devices of a pipeline: before, between, after and inside its operations.
 
     PipelineTimeline(simulate(...), ...).walk(rank, ...) -> free intervals
-    delay_forwards(bars, ...) -> bars
 
 Only pauses move the pipeline's operations: a pause delays all operations that start at its time or later by its
 duration. It breaks no dependency, since operations keep their order, and opens a bubble of that length on every rank.
@@ -133,22 +132,6 @@ class PipelineTimeline:
             begin = max(begin, end)
             index += 1
         yield index, begin, FOREVER
-
-
-def delay_forwards(bars: Sequence[Bar], schedule: Schedule, times: StageTimes) -> tuple[Bar, ...]:
-    """Return the bars with every forward as late as backwards and order allow; backwards do not move."""
-    start_of = {bar.op: bar.start_ns for bar in bars}
-    next_of = {op: later for order in schedule.orders for op, later in itertools.pairwise(order)}
-    for bar in sorted(bars, key=lambda bar: bar.start_ns, reverse=True):
-        if bar.op.kind is Kind.FORWARD:
-            limits = [start_of[next_of[bar.op]]] if bar.op in next_of else [bar.end_ns]
-            reader = bar.op._replace(stage=bar.op.stage + 1)
-            if reader in start_of:
-                limits.append(start_of[reader] - (times.transfer_ns if schedule.num_ranks > 1 else 0))
-            start_of[bar.op] = max(bar.start_ns, min(limits) - (bar.end_ns - bar.start_ns))
-    return tuple(
-        bar._replace(start_ns=(start := start_of[bar.op]), end_ns=start + bar.end_ns - bar.start_ns) for bar in bars
-    )
 
 
 def bubbles_of(bars: Sequence[Bar], num_devices: int, num_ranks: int, end_ns: int) -> list[list[tuple[int, int]]]:

@@ -61,35 +61,15 @@ def simulate(
                     has_moved = True
                     continue
                 break
-    heads = {device: row[position[device]] for device, row in enumerate(rows) if position[device] < len(row)}
-    if heads:
-        place = {op: device for device, row in enumerate(rows) for op in row}
-        device, op, missing = _find_culprit(
-            heads, place, {op: [o for o in inputs_of(op, last, encoders) if o not in ends] for op in heads.values()}
-        )
-        where = f"which device {place[missing]} runs too late" if missing in place else "which no device runs"
-        raise PipelinePlanError(
-            f"the order of device {device} cannot run: micro-batch {op.microbatch} stops at {op}, which needs "
-            f"{missing}, {where}; run {missing} before it"
-        )
+    for device, row in enumerate(rows):
+        if position[device] < len(row):
+            op = row[position[device]]
+            missing = next(other for other in inputs_of(op, last, encoders) if other not in ends)
+            raise PipelinePlanError(
+                f"the order of device {device} cannot run: it stops at {op}, which needs {missing}, which has not run "
+                f"by then; run {missing} before it"
+            )
     return tuple(bar for row in bars for bar in row)
-
-
-def _find_culprit(
-    heads: Mapping[int, Op], place: Mapping[Op, int], missing: Mapping[Op, Sequence[Op]]
-) -> tuple[int, Op, Op]:
-    """Return the device, operation and input at the end of the chain of waits."""
-    device, chain = min(heads), list[tuple[int, Op, Op]]()
-    while device not in (seen := [waiting for waiting, _, _ in chain]):
-        op = heads[device]
-        needed = missing[op][0]
-        chain.append((device, op, needed))
-        if needed not in place:
-            return chain[-1]
-        device = place[needed]
-    cycle = chain[seen.index(device) :]
-    # In a cycle through an encoder, the position of the encoder's operation is wrong.
-    return next((link for link in cycle if link[2].is_encoder), cycle[-1])
 
 
 def inputs_of(op: Op, last_stage: int, encoders: Sequence[Encoder]) -> Iterator[Op]:

@@ -63,7 +63,7 @@ def test_an_order_that_cannot_run_names_the_microbatch() -> None:
     rows = [[op for op in row if op != Op(Kind.ENCODER_FORWARD, 2)] for row in orders_of(plan)]
     rows[0].append(Op(Kind.ENCODER_FORWARD, 2))
     with pytest.raises(
-        PipelinePlanError, match=r"device 0 cannot run: micro-batch 2 stops at 0F2, which needs EF2 of .* too late"
+        PipelinePlanError, match=r"device 0 cannot run: it stops at 0F2, which needs EF2 of .* has not run"
     ):
         simulate(schedule, times, orders=rows, encoders=(encoder,), replica_of=((0, 0, 0),))
 
