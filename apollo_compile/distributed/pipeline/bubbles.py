@@ -1,4 +1,4 @@
-"""Free time of the devices of a pipeline: before, between, after and inside its operations.
+"""Free time of the devices of a pipeline: before, between and after its operations.
 
     PipelineTimeline(simulate(...), ...).walk(rank, ...) -> free intervals
 
@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from apollo_compile.distributed.pipeline.simulate import end_of
-from apollo_compile.distributed.pipeline.values import Bar, Gaps, Kind, Op, Pause, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Bar, Kind, Op, Pause, Schedule, StageTimes
 
 FOREVER = 2**62
 """End of unlimited free time."""
@@ -37,12 +37,10 @@ class PipelineTimeline:
         """Duration of a step without pauses."""
         self._starts: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         self._durations: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
-        self._gaps: list[list[Gaps]] = [[] for _ in range(schedule.num_ranks)]
         self._start_of: dict[Op, int] = {}
         for bar in self._plain:
             self._starts[bar.device].append(bar.start_ns)
             self._durations[bar.device].append(bar.end_ns - bar.start_ns)
-            self._gaps[bar.device].append(times.gaps(bar.op))
             self._start_of[bar.op] = bar.start_ns
         self._times: list[int] = []
         self._delays = [0]
@@ -116,26 +114,20 @@ class PipelineTimeline:
             stop: index of the operation before which free time is unlimited: operations from it on may pause.
             least_ns: least length of free time to yield.
         """
-        starts, durations, gaps = self._starts[rank], self._durations[rank], self._gaps[rank]
+        starts, durations = self._starts[rank], self._durations[rank]
         begin = self.shifted(starts[index - 1]) + durations[index - 1] if index else 0
         begin = max(begin, from_ns)
         while index < stop:
             start = self.shifted(starts[index])
             if start - begin >= least_ns:
                 yield index, begin, start
-            end = start + durations[index]
-            count, length = gaps[index].count, gaps[index].duration_ns
-            for number in range(count if length >= least_ns else 0):
-                gap = start + (number + 1) * (durations[index] - count * length) // count + number * length
-                if gap + length - begin >= least_ns:
-                    yield index, max(begin, gap), gap + length
-            begin = max(begin, end)
+            begin = max(begin, start + durations[index])
             index += 1
         yield index, begin, FOREVER
 
 
 def bubbles_of(bars: Sequence[Bar], num_devices: int, num_ranks: int, end_ns: int) -> list[list[tuple[int, int]]]:
-    """Return, by device, the idle intervals of a step, without gaps inside operations."""
+    """Return, by device, the idle intervals of a step."""
     found = []
     for device in range(num_devices):
         own = [b for b in bars if (b.device == device if b.op.is_encoder else b.device == device % num_ranks)]

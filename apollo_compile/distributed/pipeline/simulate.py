@@ -8,7 +8,7 @@ bubbles; plans are compared by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from apollo_compile.distributed.pipeline.values import Bar, Encoder, FilledPlan, Kind, Op, Schedule, StageTimes
 from apollo_compile.errors import PipelinePlanError
@@ -122,27 +122,10 @@ def end_of(bars: Sequence[Bar], times: StageTimes) -> int:
 
 
 def orders_of(plan: FilledPlan) -> tuple[tuple[Op, ...], ...]:
-    """Return the operations of every device of a plan in the order in which they start.
-
-    Raises:
-        PipelinePlanError: encoder work runs inside an operation of the pipeline, which an order cannot express.
-    """
+    """Return the operations of every device of a plan in the order in which they start."""
     rows: list[list[Op]] = [[] for _ in range(plan.num_devices)]
-    end = [0] * plan.num_devices
-    by_device: Mapping[int, list[Bar]] = {device: [] for device in range(plan.num_devices)}
-    for bar in plan.bars:
+    for bar in sorted(plan.bars, key=lambda bar: (bar.start_ns, bar.end_ns)):
         columns = [bar.device] if bar.op.is_encoder else range(bar.device, plan.num_devices, plan.schedule.num_ranks)
         for device in columns:
-            by_device[device].append(bar)
-    for device, bars in by_device.items():
-        for bar in sorted(bars, key=lambda bar: (bar.start_ns, bar.end_ns)):
-            if bar.start_ns < end[device]:
-                raise PipelinePlanError(
-                    f"device {device} runs {bar.op} at {bar.start_ns} ns, inside another operation; "
-                    "plan without gaps (forward_gaps, backward_gaps) to get an order"
-                )
-            end[device] = bar.end_ns
-            first = bar.op.segment
-            segments = range(first, first + bar.num_segments)
-            rows[device] += [bar.op._replace(segment=segment) for segment in segments]
+            rows[device] += [bar.op._replace(segment=bar.op.segment + number) for number in range(bar.num_segments)]
     return tuple(map(tuple, rows))

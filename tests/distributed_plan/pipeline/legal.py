@@ -26,9 +26,7 @@ def check_plan(plan: FilledPlan) -> None:
         assert all(bar.start_ns >= plan.times.lead_ns for bar in pipeline)
         for device in range(rank, plan.num_devices, plan.schedule.num_ranks):
             own = [bar for bar in plan.bars if bar.device == device and bar.op.is_encoder]
-            busy = [(bar.start_ns, bar.end_ns) for bar in own] + [
-                part for bar in pipeline for part in _parts(bar, plan)
-            ]
+            busy = [(bar.start_ns, bar.end_ns) for bar in (*own, *pipeline)]
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(busy))), device
             if plan.filling is Filling.COARSE:
                 assert all(b.end_ns <= pipeline[0].start_ns or b.start_ns >= pipeline[-1].end_ns for b in own)
@@ -61,13 +59,3 @@ def _split(whole: Bar, plan: FilledPlan) -> Iterator[Bar]:
         op = whole.op._replace(segment=segment)
         yield Bar(op, whole.device, start_ns, start_ns := start_ns + duration_of(op, plan.times, plan.encoders))
     assert start_ns == whole.end_ns, whole.op
-
-
-def _parts(bar: Bar, plan: FilledPlan) -> Iterator[tuple[int, int]]:
-    """Yield the intervals in which an operation of the pipeline computes, between its gaps."""
-    count, gap_ns = plan.times.gaps(bar.op).count, plan.times.gaps(bar.op).duration_ns
-    compute_ns, start_ns = bar.end_ns - bar.start_ns - count * gap_ns, bar.start_ns
-    for number in range(max(1, count)):
-        end_ns = bar.start_ns + (number + 1) * compute_ns // max(1, count) + number * gap_ns
-        yield start_ns, end_ns
-        start_ns = end_ns + gap_ns

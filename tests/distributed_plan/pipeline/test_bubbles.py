@@ -8,13 +8,13 @@ from apollo_compile.distributed.pipeline.bubbles import FOREVER, PipelineTimelin
 from apollo_compile.distributed.pipeline.fill import fill
 from apollo_compile.distributed.pipeline.schedules import one_forward_one_backward
 from apollo_compile.distributed.pipeline.simulate import end_of, simulate
-from apollo_compile.distributed.pipeline.values import Gaps, Kind, StageTimes
+from apollo_compile.distributed.pipeline.values import Kind, StageTimes
 from tests.distributed_plan.pipeline.problems import random_problem
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bubbles_and_work_are_the_step(seed: int) -> None:
-    """On every device, without gaps inside operations."""
+    """On every device."""
     plan = fill(*random_problem(seed))
     bubbles = bubbles_of(plan.bars, plan.num_devices, plan.schedule.num_ranks, plan.step_ns)
     for device, free in enumerate(bubbles):
@@ -37,13 +37,12 @@ def test_a_pause_moves_what_starts_later_and_opens_a_bubble_on_every_rank() -> N
     assert line.without_pauses().bars() == before
 
 
-def test_a_walk_yields_gaps_and_ends_in_free_time() -> None:
-    """Two gaps of four nanoseconds in an operation of thirty: after eleven and after as many more."""
-    schedule = one_forward_one_backward(1, 1)
-    gaps = Gaps(count=2, duration_ns=4)
-    times = StageTimes(forward_ns=(30,), backward_ns=(40,), lead_ns=5, forward_gaps=gaps)
+def test_a_walk_yields_what_is_long_enough_and_ends_in_free_time() -> None:
+    """Between a forward and a backward of one rank of two, and from a stop on whatever comes."""
+    times = StageTimes(forward_ns=(30, 10), backward_ns=(40, 5), lead_ns=5)
+    schedule = one_forward_one_backward(2, 1)
     line = PipelineTimeline(simulate(schedule, times), schedule, times)
-    assert [free[1:] for free in line.walk(0, 0, 0, 2, 1)] == [(0, 5), (16, 20), (31, 35), (75, FOREVER)]
-    assert [free[1:] for free in line.walk(0, 0, 18, 2, 1)] == [(18, 20), (31, 35), (75, FOREVER)]
-    assert [free[1:] for free in line.walk(0, 0, 0, 2, 5)] == [(0, 5), (75, FOREVER)]
-    assert [free[1:] for free in line.walk(0, 0, 0, 1, 1)] == [(0, 5), (16, 20), (31, 35), (35, FOREVER)]
+    assert [free[1:] for free in line.walk(0, 0, 0, 2, 1)] == [(0, 5), (35, 50), (90, FOREVER)]
+    assert [free[1:] for free in line.walk(0, 0, 38, 2, 1)] == [(38, 50), (90, FOREVER)]
+    assert [free[1:] for free in line.walk(0, 0, 0, 2, 6)] == [(35, 50), (90, FOREVER)]
+    assert [free[1:] for free in line.walk(0, 0, 0, 1, 1)] == [(0, 5), (35, FOREVER)]
