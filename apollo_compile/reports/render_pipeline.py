@@ -119,7 +119,7 @@ class DeviceRow(NamedTuple):
 
 
 def device_rows(plan: FilledPlan) -> list[DeviceRow]:
-    """Return the time of every device by kind of work; gaps inside operations count as the pipeline's time."""
+    """Return the time of every device by kind of work."""
     bubbles = bubbles_of(plan.bars, plan.num_devices, plan.schedule.num_ranks, plan.step_ns)
     rows = []
     for device, bars in enumerate(bars_by_device(plan)):

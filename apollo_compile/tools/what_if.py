@@ -70,7 +70,6 @@ def _plan_each(
                 seed=config.plan.seed,
                 time_limit_s=config.plan.time_limit_s,
                 work_s=config.plan.time_limit_s * EFFORT,
-                fixed_effort=config.plan.fixed_effort,
                 memory_quota=config.plan.memory_quota,
             )
         except InfeasiblePlanError as error:

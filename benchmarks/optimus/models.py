@@ -2,17 +2,13 @@
 
 A layer of width h with an MLP of r h has (4 + 2r) h^2 parameters; its forward takes 2 (4 + 2r) h^2 operations per token
 and 4 s h for attention over s tokens. Embeddings and the vocabulary are not counted. With recomputation a backward is
-a forward and twice a forward. Tensor parallelism with sequence parallelism has four collectives per forward of a layer
-(two all-gathers, two reduce-scatters) and as many per backward and recomputation each (arXiv 2205.05198).
+a forward and twice a forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apollo_compile.distributed.pipeline.values import Gaps
-
-COLLECTIVES_PER_FORWARD = 4
 BACKWARD_FORWARDS = 3
 """Forwards that a backward with recomputation is worth."""
 
@@ -43,11 +39,9 @@ class Transformer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """A device and its links, from a data sheet."""
+    """A device, from a data sheet."""
 
     flops_per_s: float
-    link_bytes_per_s: float
-    """To the other devices of its server, in one direction."""
     memory_bytes: int
 
 
@@ -69,21 +63,6 @@ def layer_ns(model: Transformer, batch: Batch, hardware: Hardware, *, tensor_par
     """Return the duration of one layer's forward on as many devices as tensor parallelism has."""
     flops = model.layer_flops(batch.tokens, batch.sequence) / tensor_parallel
     return round(1e9 * flops / (hardware.flops_per_s * efficiency))
-
-
-def collective_ns(model: Transformer, batch: Batch, hardware: Hardware, *, tensor_parallel: int) -> int:
-    """Return the duration of one all-gather or reduce-scatter of a layer's activations at full bandwidth."""
-    num_bytes = batch.tokens * model.width * batch.bytes_per_value
-    return round(1e9 * num_bytes * (tensor_parallel - 1) / tensor_parallel / hardware.link_bytes_per_s)
-
-
-def tensor_parallel_gaps(
-    model: Transformer, batch: Batch, hardware: Hardware, *, tensor_parallel: int, layers: int
-) -> tuple[Gaps, Gaps]:
-    """Return the gaps inside a forward and a backward of a stage with some layers, with recomputation."""
-    duration_ns = collective_ns(model, batch, hardware, tensor_parallel=tensor_parallel)
-    count = COLLECTIVES_PER_FORWARD * layers if tensor_parallel > 1 else 0
-    return Gaps(count=count, duration_ns=duration_ns), Gaps(count=2 * count, duration_ns=duration_ns)
 
 
 def layer_activation_bytes(model: Transformer, batch: Batch, *, tensor_parallel: int) -> int:

@@ -9,7 +9,8 @@ in which gradients are reduced. Shapes and parallel plans are theirs. Assumed, s
 - `EFFICIENCY` of the language model's kernels and `ENCODER_EFFICIENCY` of the encoder's are fitted: the first to the
   balanced steps, the second to the coarse shares, which are one constant over the number of micro-batches.
 - `KERNELS_PER_LAYER`: a layer of the encoder is so many kernels of equal length, none of which is interrupted.
-- Gaps of tensor parallelism have the length of their collectives at the data sheet's bandwidth.
+- Nothing runs in the gaps in which kernels wait for collectives of tensor parallelism, which the published runs fill
+  too.
 - Transfers between ranks are free, and so is the encoder's own communication.
 - Megatron-LM has the whole encoder in its first stage, in front of the language model's first layers. How the layers
   were divided in the published run is not known.
@@ -31,7 +32,6 @@ from benchmarks.optimus.models import (
     Transformer,
     layer_activation_bytes,
     layer_ns,
-    tensor_parallel_gaps,
 )
 from benchmarks.optimus.search import (
     EncoderPlan,
@@ -52,7 +52,7 @@ GATHER_NS, REDUCE_NS = 167 * NS_PER_MS, 458 * NS_PER_MS
 ENCODER = Transformer(name="ViT-22B", width=6144, num_layers=48)
 LANGUAGE_MODEL = Transformer(name="GPT-175B", width=12288, num_layers=96)
 BATCH = Batch(sequence=2048, samples=2)
-HARDWARE = Hardware(flops_per_s=989e12, link_bytes_per_s=450e9, memory_bytes=80_000_000_000)
+HARDWARE = Hardware(flops_per_s=989e12, memory_bytes=80_000_000_000)
 
 TIME_TOLERANCE = 0.07
 SPEEDUP_TOLERANCE = 0.03
@@ -132,7 +132,7 @@ def simulate_size(size: Size) -> SizeResult:
     balanced = sum_stages(layers, balance_layers(layers, schedule.num_stages))
     per_stage = sum_stages(language, balance_layers(language, schedule.num_stages))
     megatron = (per_stage[0] + ENCODER.num_layers * encoder_ns, *per_stage[1:])
-    times = _stage_times(per_stage, with_gaps=True)
+    times = _stage_times(per_stage)
     held = ((STAGES_PER_RANK - 1) * PIPELINE_PARALLEL + 2 * (PIPELINE_PARALLEL - 1) + 1) * max(
         1, LANGUAGE_MODEL.num_layers // schedule.num_stages
     )
@@ -192,21 +192,15 @@ def _layer_ns(model: Transformer, efficiency: float) -> int:
     return layer_ns(model, BATCH, HARDWARE, tensor_parallel=TENSOR_PARALLEL, efficiency=efficiency)
 
 
-def _stage_times(forward_ns: Sequence[int], *, with_gaps: bool) -> StageTimes:
-    layers = LANGUAGE_MODEL.num_layers // len(forward_ns) if with_gaps else 0
-    forward, backward = tensor_parallel_gaps(
-        LANGUAGE_MODEL, BATCH, HARDWARE, tensor_parallel=TENSOR_PARALLEL, layers=layers
-    )
+def _stage_times(forward_ns: Sequence[int]) -> StageTimes:
     return StageTimes(
         forward_ns=tuple(forward_ns),
         backward_ns=tuple(BACKWARD_FORWARDS * duration_ns for duration_ns in forward_ns),
         lead_ns=GATHER_NS,
         trail_ns=REDUCE_NS,
-        forward_gaps=forward,
-        backward_gaps=backward,
     )
 
 
 def _step_ns(schedule: Schedule, forward_ns: Sequence[int]) -> int:
-    times = _stage_times(forward_ns, with_gaps=False)
+    times = _stage_times(forward_ns)
     return end_of(simulate(schedule, times), times)

@@ -11,7 +11,7 @@ import pytest
 
 from apollo_compile.distributed.pipeline.fill import fill
 from apollo_compile.distributed.pipeline.schedules import interleaved, one_forward_one_backward
-from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Filling, Gaps, PipelineSteps, StageTimes
+from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Filling, PipelineSteps, StageTimes
 from apollo_compile.reports.render_pipeline import device_rows, make_blocks, render_pipeline_html, render_pipeline_trace
 from apollo_compile.units import NS_PER_MS
 from tests.reports.test_page import Page
@@ -20,18 +20,15 @@ from tests.reports.test_page import Page
 def make_steps(
     num_microbatches: int, stages_per_rank: int = 1, *, columns: int = 1, name: str = "vision"
 ) -> PipelineSteps:
-    """Return the steps of a pipeline of four ranks with one encoder, which uses gaps where there are several stages."""
+    """Return the steps of a pipeline of four ranks with one encoder."""
     if stages_per_rank == 1:
         schedule = one_forward_one_backward(4, num_microbatches)
     else:
         schedule = interleaved(4, stages_per_rank, num_microbatches)
-    gaps = Gaps(count=4, duration_ns=2 * NS_PER_MS) if stages_per_rank > 1 else Gaps()
     times = StageTimes(
         forward_ns=(40 * NS_PER_MS,) * schedule.num_stages,
         backward_ns=(80 * NS_PER_MS,) * schedule.num_stages,
         lead_ns=30 * NS_PER_MS,
-        forward_gaps=gaps,
-        backward_gaps=gaps,
     )
     encoder = Encoder(
         name=name,
@@ -82,7 +79,7 @@ def test_a_step_of_many_operations_is_a_page_of_bounded_size() -> None:
 
 @pytest.mark.parametrize("columns", [1, 2])
 def test_the_table_of_devices_adds_up(columns: int) -> None:
-    """Pipeline, encoder and bubbles are the step on every device, without gaps; encoder work is that of the plan."""
+    """Pipeline, encoder and bubbles are the step on every device; encoder work is that of the plan."""
     for plan in make_steps(8, columns=columns).by_name.values():
         rows = device_rows(plan)
         assert len(rows) == plan.num_devices
