@@ -243,8 +243,7 @@ def deploy_on(
     if like:
         start_of = {(bar.name, bar.kind): bar.start_ns for bar in like}
         starts = [start_of.get((name, kind), 0) for name, _, kind in _labels_of(work)]
-        after = Placement(choices=tuple(choices), starts=tuple(starts), makespan=0)
-        found.insert(0, scheduler.schedule(choices, scheduler.order_of(after)))
+        found.insert(0, scheduler.schedule(choices, scheduler.order_of(starts)))
     placement = min(found, key=lambda each: each.makespan)
     assert not violations(fleet, placement)
     return _to_deployment(work, cluster, fleet, placement, min(bound_ns, placement.makespan))

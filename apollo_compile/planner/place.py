@@ -2,51 +2,25 @@
 
     place(fleet, starts, seconds=...) -> Placed
 
-The search begins with given choices. For small fleets CP-SAT on devices (`placement_model.py`) improves them, and may
-prove the result. For large ones CP-SAT on a pool of devices gives a lower bound, and descents and a local search change
-modes, places and order. All schedules come from `placement.Scheduler`.
+Descents from given choices, and from those in which all modules have the same group, change the mode and the place of
+one module at a time. Then CP-SAT on devices (`placement_model.py`) improves the best for a small fleet, and may prove
+it; for a large one, CP-SAT on a pool of devices gives a lower bound. All schedules come from `placement.Scheduler`.
 """
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apollo_compile.errors import InfeasiblePlanError
-from apollo_compile.planner.placement import (
-    GOOD,
-    Choice,
-    Fleet,
-    Mode,
-    Placement,
-    Scheduler,
-    fits,
-    groups_of,
-    memory_of,
-)
+from apollo_compile.planner.placement import Choice, Fleet, Mode, Placement, Scheduler, fits, groups_of, memory_of
 
-DEVICES_SHARE = 0.7
-"""Share of the time for CP-SAT on the devices of a small fleet."""
-
-DESCENTS_SHARE, POOL_SHARE = 0.4, 0.25
-"""Shares of the time for a large fleet: for descents, and for CP-SAT on the pool."""
-
-DESCENTS = 3
-"""Starts from which the local search descends."""
+DESCENTS_SHARE, POOL_SHARE = 0.5, 0.25
+"""Shares of the time: for descents, at most, and for CP-SAT on the pool, whose bound soon stays the same."""
 
 MOST_INTERVALS = 6_000
 """Intervals on devices up to which CP-SAT places modules in useful time."""
-
-HOTTEST = 0.01
-"""Excess of a schedule that is accepted in the beginning of the local search, as a share."""
-
-NEAR = 4
-"""Largest step of a move in the list of a module's modes."""
-
-WITHOUT_GAIN_S = 3.0
-"""The local search ends after this time without a better placement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,41 +46,34 @@ def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, u
     """
     begin = time.monotonic()
     scheduler = Scheduler(fleet)
-    if not use_solver:
-        kept = _keep(fleet, starts)
-        if not kept:
-            raise InfeasiblePlanError(f"none of {len(starts)} placements keeps the memory of {fleet.memory} bytes")
-        best = min((scheduler.best_of_orders(choices) for choices in kept), key=_makespan)
-        bound = _simple_bound(fleet)
-        return Placed(placement=_improve(scheduler, best, bound, begin + seconds), bound=bound)
-    from apollo_compile.planner import placement_model
-
-    kept = _keep(fleet, [*starts, *_uniform(fleet)])
+    kept = [choices for choices in dict.fromkeys((*map(tuple, starts), *_uniform(fleet))) if fits(fleet, choices)]
+    if not kept and not use_solver:
+        raise InfeasiblePlanError(f"no placement was found that keeps the memory of {fleet.memory} bytes per device")
+    if use_solver:
+        from apollo_compile.planner import placement_model
     if not kept:
         least = placement_model.least_memory(fleet, seconds=seconds / 4)
-        if fleet.memory is not None and least.memory > fleet.memory:
-            enough = "the least that is enough is" if least.is_proven else "enough is"
+        memory = max(memory_of(fleet, least.choices))
+        if fleet.memory is not None and memory > fleet.memory:
             raise InfeasiblePlanError(
                 f"no placement of {len(fleet.modules)} modules on {fleet.devices} devices keeps the memory of "
-                f"{fleet.memory} bytes per device: {enough} {least.memory} bytes"
+                f"{fleet.memory} bytes per device: {'the least that is enough' if least.bound == memory else 'enough'} "
+                f"is {memory} bytes"
             )
         kept = [least.choices]
     found = sorted((scheduler.best_of_orders(choices) for choices in kept), key=_makespan)
-    best, bound = found[0], _simple_bound(fleet)
-    if _count_intervals(fleet) <= MOST_INTERVALS:
-        if bound < best.makespan:
-            outcome = placement_model.search(fleet, hint=best, bound=bound, seconds=seconds * DEVICES_SHARE)
-            bound = outcome.bound
-            if outcome.choices and fits(fleet, outcome.choices):
-                best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=_makespan)
-    else:
-        for turn, start in enumerate(found[:DESCENTS], 1):
-            deadline = begin + seconds * DESCENTS_SHARE * turn / DESCENTS
-            best = min(best, _descend(scheduler, start, deadline), key=_makespan)
-        if bound < best.makespan:
-            pool = placement_model.search(fleet, is_pool=True, hint=best, bound=bound, seconds=seconds * POOL_SHARE)
-            bound = pool.bound
-    best = _improve(scheduler, best, bound, begin + seconds)
+    for turn, start in enumerate(found, 1):
+        deadline = begin + seconds * DESCENTS_SHARE * turn / len(found)
+        found[turn - 1] = _descend(scheduler, start, deadline)
+    best, bound = min(found, key=_makespan), _simple_bound(fleet)
+    if use_solver and bound < best.makespan:
+        count = sum(len(groups_of(fleet, m)) * m.devices for task in fleet.tasks for m in fleet.modules[task.module])
+        is_pool = count > MOST_INTERVALS
+        left = seconds * POOL_SHARE if is_pool else begin + seconds - time.monotonic()
+        outcome = placement_model.search(fleet, is_pool=is_pool, hint=best, bound=bound, seconds=max(0.1, left))
+        bound = outcome.bound
+        if outcome.choices and not is_pool:
+            best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=_makespan)
     return Placed(placement=best, bound=min(bound, best.makespan))
 
 
@@ -114,49 +81,36 @@ def _makespan(placement: Placement) -> int:
     return placement.makespan
 
 
-def _keep(fleet: Fleet, starts: Sequence[Sequence[Choice]]) -> list[Sequence[Choice]]:
-    return [choices for choices in starts if fits(fleet, choices)]
-
-
 def _uniform(fleet: Fleet) -> list[tuple[Choice, ...]]:
     """Return choices in which all modules have about the same devices and units, from the first device on."""
-    kinds = {(mode.devices, mode.units) for modes in fleet.modules for mode in modes}
 
     def nearest(modes: Sequence[Mode], devices: int, units: int) -> int:
         return min(
             range(len(modes)), key=lambda index: (abs(modes[index].devices - devices), abs(modes[index].units - units))
         )
 
+    kinds = {(mode.devices, mode.units) for modes in fleet.modules for mode in modes}
     return [tuple((nearest(modes, *kind), 0) for modes in fleet.modules) for kind in sorted(kinds)]
 
 
 def _simple_bound(fleet: Fleet) -> int:
     """Return the larger of the longest chain in the fastest modes and the least work over all devices."""
-    ends = [0] * len(fleet.tasks)
-    heads = [0] * len(fleet.tasks)
-    before: list[list[int]] = [[] for _ in fleet.tasks]
+    ends, ready = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
+    after: list[list[int]] = [[] for _ in fleet.tasks]
     for arc in fleet.arcs:
-        before[arc.after].append(arc.before)
+        after[arc.before].append(arc.after)
     for task, work in enumerate(fleet.tasks):
-        heads[task] = max((ends[other] for other in before[task]), default=0)
-        ends[task] = heads[task] + min(work.durations)
-    least = [0] * len(fleet.modules)
-    for index, modes in enumerate(fleet.modules):
-        own = [task for task in fleet.tasks if task.module == index]
-        least[index] = min(
-            sum(task.durations[number] for task in own) * mode.devices * mode.units for number, mode in enumerate(modes)
+        ends[task] = ready[task] + min(work.durations)
+        for later in after[task]:
+            ready[later] = max(ready[later], ends[task])
+    least = sum(
+        min(
+            sum(task.durations[number] for task in fleet.tasks if task.module == index) * mode.devices * mode.units
+            for number, mode in enumerate(modes)
         )
-    return max(max(ends, default=0), -(-sum(least) // (fleet.devices * fleet.units)))
-
-
-def _count_intervals(fleet: Fleet) -> int:
-    """Return how many intervals on devices CP-SAT would have."""
-    return sum(
-        len(groups_of(fleet, mode)) * mode.devices for task in fleet.tasks for mode in fleet.modules[task.module]
+        for index, modes in enumerate(fleet.modules)
     )
-
-
-# ------------------------------------------------------------------------------------------------------- local search
+    return max(*ends, -(-least // (fleet.devices * fleet.units)))
 
 
 def _descend(scheduler: Scheduler, best: Placement, deadline: float) -> Placement:
@@ -175,73 +129,5 @@ def _descend(scheduler: Scheduler, best: Placement, deadline: float) -> Placemen
                 first = min(groups_of(fleet, mode), key=lambda each: max(load[each : each + mode.devices]))
                 choices = (*best.choices[:module], (number, first), *best.choices[module + 1 :])
                 if fits(fleet, choices) and time.monotonic() < deadline:
-                    order = scheduler.critical_order(choices)
-                    best = scheduler.schedule_within(choices, order, best.makespan - 1) or best
+                    best = min(best, scheduler.schedule(choices, scheduler.critical_order(choices)), key=_makespan)
     return best
-
-
-def _improve(scheduler: Scheduler, start: Placement, bound: int, deadline: float) -> Placement:
-    """Return the best placement of a local search, whose acceptance narrows until the deadline."""
-    fleet, rng = scheduler.fleet, random.Random(0)
-    begin = last_gain = time.monotonic()
-    now = best = start
-    order = scheduler.order_of(start)
-    while best.makespan * (1 - GOOD) > bound and (instant := time.monotonic()) < min(
-        deadline, last_gain + WITHOUT_GAIN_S
-    ):
-        heat = HOTTEST * (1 - (instant - begin) / max(1e-9, deadline - begin))
-        for choices, tried in _moves(scheduler, now, order, rng):
-            if not fits(fleet, choices):
-                continue
-            found = scheduler.schedule_within(choices, tried, now.makespan * (1 + heat * rng.random()))
-            if found is None:
-                continue
-            now, order = found, scheduler.order_of(found)
-            if _key(fleet, found) < _key(fleet, best):
-                last_gain = instant if found.makespan < best.makespan else last_gain
-                best = found
-    return best
-
-
-def _key(fleet: Fleet, placement: Placement) -> tuple[int, int]:
-    """Return what is minimised: the step, then the memory of the fullest device."""
-    return placement.makespan, max(memory_of(fleet, placement.choices), default=0)
-
-
-def _moves(
-    scheduler: Scheduler, now: Placement, order: Sequence[int], rng: random.Random
-) -> Iterator[tuple[tuple[Choice, ...], Sequence[int]]]:
-    """Yield one or two neighbours of a placement: choices, and an order of tasks."""
-    fleet, choices = scheduler.fleet, list(now.choices)
-    module = rng.randrange(len(choices))
-    kind = rng.random()
-    if kind < 0.25:  # another task first
-        yield tuple(choices), _shift(fleet, order, rng)
-        return
-    if kind < 0.4:  # the place of another module
-        other = rng.randrange(len(choices))
-        choices[module] = _nearest(fleet, module, choices[module][0], now.choices[other][1])
-        choices[other] = _nearest(fleet, other, choices[other][0], now.choices[module][1])
-    else:
-        mode = choices[module][0] if kind < 0.6 else choices[module][0] + rng.randint(-NEAR, NEAR)
-        mode = min(max(mode, 0), len(fleet.modules[module]) - 1)
-        choices[module] = (mode, rng.choice(groups_of(fleet, fleet.modules[module][mode])))
-    yield tuple(choices), order
-    yield tuple(choices), scheduler.critical_order(choices)
-
-
-def _nearest(fleet: Fleet, module: int, mode: int, device: int) -> Choice:
-    """Return the group of a mode that has a device."""
-    size = fleet.modules[module][mode].devices
-    return mode, min(device // size * size, groups_of(fleet, fleet.modules[module][mode])[-1])
-
-
-def _shift(fleet: Fleet, order: Sequence[int], rng: random.Random) -> list[int]:
-    """Return the order with one task at another place that its arcs allow."""
-    place = {task: index for index, task in enumerate(order)}
-    task = rng.choice(order)
-    first = max((place[arc.before] + 1 for arc in fleet.arcs if arc.after == task), default=0)
-    last = min((place[arc.after] for arc in fleet.arcs if arc.before == task), default=len(order))
-    changed = [other for other in order if other != task]
-    changed.insert(rng.randrange(first, max(first + 1, last)), task)
-    return changed

@@ -11,13 +11,9 @@ device is at most its memory. Times are integers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
-
-GOOD = 1e-3
-"""Share of a makespan above its bound at which searches end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +112,6 @@ class Scheduler:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self._module_of = [task.module for task in fleet.tasks]
         self._waits: list[list[Arc]] = [[] for _ in fleet.tasks]
         self._followers: list[list[Arc]] = [[] for _ in fleet.tasks]
         for arc in fleet.arcs:
@@ -125,34 +120,24 @@ class Scheduler:
 
     def critical_order(self, choices: Sequence[Choice]) -> list[int]:
         """Return the tasks in an order that starts those with the longest rest of the step first."""
-        tails = self._tails(choices)
-        return sorted(range(len(tails)), key=lambda task: (-tails[task], task))
-
-    def _tails(self, choices: Sequence[Choice]) -> list[int]:
-        """Return the least time from the start of every task to the end of the step."""
         fleet = self.fleet
         tails = [0] * len(fleet.tasks)
         for task in reversed(range(len(fleet.tasks))):
             rest = [delay_of(fleet, arc, choices) + tails[arc.after] for arc in self._followers[task]]
             tails[task] = max(rest, default=0) + duration_of(fleet, task, choices)
-        return tails
+        return sorted(range(len(tails)), key=lambda task: (-tails[task], task))
 
-    def order_of(self, placement: Placement) -> list[int]:
+    def order_of(self, starts: Sequence[int]) -> list[int]:
         """Return the tasks by start, each after those that it waits for."""
-        place = sorted(range(len(self.fleet.tasks)), key=lambda task: (placement.starts[task], task))
-        order: list[int] = []
-        done = [False] * len(place)
-        while place:
-            ready = next(task for task in place if all(done[arc.before] for arc in self._waits[task]))
-            place.remove(ready)
-            order.append(ready)
-            done[ready] = True
-        return order
+        found = list(starts)
+        for task, waits in enumerate(self._waits):
+            found[task] = max(found[task], *(found[arc.before] for arc in waits), 0)
+        return sorted(range(len(found)), key=lambda task: (found[task], task))
 
     def settle(self, placement: Placement) -> Placement:
         """Return the placement with all tasks as early as their order allows."""
         while True:
-            again = self.schedule(placement.choices, self.order_of(placement))
+            again = self.schedule(placement.choices, self.order_of(placement.starts))
             if again.starts == placement.starts:
                 return again
             placement = again
@@ -169,61 +154,48 @@ class Scheduler:
             choices: mode and first device of every module.
             order: all tasks; none before a task that it waits for.
         """
-        placement = self.schedule_within(choices, order, math.inf)
-        assert placement is not None  # no schedule is longer
-        return placement
-
-    def schedule_within(self, choices: Sequence[Choice], order: Sequence[int], limit: float) -> Placement | None:
-        """Return the schedule of an order; None if it is longer than the limit."""
-        fleet, module_of = self.fleet, self._module_of
-        masks, units = [], []
-        for modes, (mode, first) in zip(fleet.modules, choices, strict=True):
-            masks.append(((1 << modes[mode].devices) - 1) << first)
-            units.append(modes[mode].units)
-        tails = self._tails(choices) if limit < math.inf else [0] * len(fleet.tasks)
+        fleet = self.fleet
+        modes = [modes[mode] for modes, (mode, _) in zip(fleet.modules, choices, strict=True)]
+        masks = [((1 << mode.devices) - 1) << first for mode, (_, first) in zip(modes, choices, strict=True)]
         starts, ends = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
-        placed: list[tuple[int, int, int]] = []
-        """Start, end and module of the tasks that have a place."""
+        placed: list[_Use] = []
         for task in order:
-            module = module_of[task]
-            mask, spare = masks[module], fleet.units - units[module]
-            start = 0
-            for arc in self._waits[task]:
-                start = max(start, ends[arc.before] + delay_of(fleet, arc, choices))
-            duration = fleet.tasks[task].durations[choices[module][0]]
+            module, duration = fleet.tasks[task].module, duration_of(fleet, task, choices)
+            mask, spare = masks[module], fleet.units - modes[module].units
+            start = max((ends[arc.before] + delay_of(fleet, arc, choices) for arc in self._waits[task]), default=0)
             if duration:
-                rivals = sorted(other for other in placed if other[1] > start and masks[other[2]] & mask)
-                alone = [(begin, end) for begin, end, other in rivals if units[other] > spare]
-                beside = [
-                    (begin, end, masks[other], units[other]) for begin, end, other in rivals if units[other] <= spare
-                ]
-                while True:
-                    for begin, end in alone:
-                        if begin >= start + duration:
-                            break
-                        start = max(start, end)
-                    both = [other for other in beside if other[0] < start + duration and other[1] > start]
-                    if len(both) < 2 or _has_room(both, mask, spare):
+                rivals = [use for use in placed if use.end > start and use.mask & mask]
+                for instant in (start, *sorted(use.end for use in rivals)):  # room grows only where a task ends
+                    start = instant
+                    beside = [use for use in rivals if use.start < start + duration and use.end > start]
+                    if _has_room(beside, mask, spare):
                         break
-                    start = min(end for _, end, _, _ in both)
-                placed.append((start, start + duration, module))
-                if start + tails[task] > limit:
-                    return None
+                placed.append(_Use(start, start + duration, mask, modes[module].units))
             starts[task], ends[task] = start, start + duration
         return Placement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
 
 
-def _has_room(others: Sequence[tuple[int, int, int, int]], mask: int, spare: int) -> bool:
-    """Return whether no device of `mask` has more than `spare` units in use while `others` run."""
-    for instant, _, _, _ in others:  # the use of a device grows only when a task starts
-        running = [(other, units) for start, end, other, units in others if start <= instant < end]
-        if sum(units for _, units in running) <= spare:
-            continue
-        shared = mask
+class _Use(NamedTuple):
+    """Devices that a task uses for a time."""
+
+    start: int
+    end: int
+    mask: int
+    """A bit per device."""
+    units: int
+
+
+def _has_room(beside: Sequence[_Use], mask: int, spare: int) -> bool:
+    """Return whether no device of `mask` has more than `spare` units in use at any time."""
+    if any(use.units > spare for use in beside):
+        return False
+    for instant in (use.start for use in beside) if len(beside) > 1 else ():  # use grows only where a task starts
+        running = [use for use in beside if use.start <= instant < use.end]
+        shared = mask if sum(use.units for use in running) > spare else 0
         while shared:
             device = shared & -shared
             shared ^= device
-            if sum(units for other, units in running if other & device) > spare:
+            if sum(use.units for use in running if use.mask & device) > spare:
                 return False
     return True
 
