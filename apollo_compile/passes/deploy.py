@@ -21,8 +21,8 @@ Leaves the times of calls to its caller. Tensor parallelism inside a group is no
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, send_seconds
@@ -36,7 +36,9 @@ from apollo_compile.planner.placement import (
     Placement,
     Scheduler,
     Task,
+    duration_of,
     fits,
+    groups_of,
     memory_of,
     violations,
 )
@@ -189,12 +191,16 @@ def plan_deployment(work: StepWork, cluster: Cluster, *, seconds: float = 10.0) 
         ConfigError: a call has no time for any group, or reads a call that does not come before it.
         InfeasiblePlanError: no deployment keeps the memory; the message has the least that is enough.
     """
-    fleet, levels = _to_fleet(work, cluster), _levels_of(work)
-    starts = [_data_parallel(fleet), _waves(fleet, levels)]
+    fleet = _to_fleet(work, cluster)
     try:
-        placed = place_apart(fleet, starts, seconds=seconds)
+        placed = place_apart(fleet, [_data_parallel(fleet), _waves(work, fleet)[0]], seconds=seconds)
     except InfeasiblePlanError as error:
-        raise _explain(error, work, fleet) from error
+        needs = [min(mode.memory for mode in modes) for modes in fleet.modules]
+        least, name = max(needs), work.modules[needs.index(max(needs))].name
+        raise InfeasiblePlanError(
+            f"{error}; {name!r} alone needs {least} bytes ({format_bytes(least)}) on each device of its largest group; "
+            "raise the memory, or take a smaller batch or more devices"
+        ) from error
     return _to_deployment(work, cluster, fleet, placed.placement, placed.bound)
 
 
@@ -221,17 +227,16 @@ def deploy_on(
         group = by_name.get(module.name)
         if group is None:
             raise ConfigError(f"module {module.name!r} has no group; there are groups for {', '.join(by_name)}")
-        mode = next(
-            (index for index, m in enumerate(modes) if (m.devices, m.units) == (group.devices, group.units)), None
-        )
-        if mode is None or group.first % group.devices or not 0 <= group.first <= cluster.devices - group.devices:
-            known = ", ".join(f"{m.devices} with {m.units} units" for m in modes)
+        known = [(mode.devices, mode.units) for mode in modes]
+        own = (group.devices, group.units)
+        if own not in known or group.first not in groups_of(fleet, modes[known.index(own)]):
             raise ConfigError(
                 f"module {module.name!r} cannot have {group.devices} devices with {group.units} units from device "
                 f"{group.first} on: expected a first device that is a multiple of their number, below "
-                f"{cluster.devices}, and a number of devices out of {known}"
+                f"{cluster.devices}, and a number of devices out of "
+                + ", ".join(f"{devices} with {units} units" for devices, units in known)
             )
-        choices.append((mode, group.first))
+        choices.append((known.index(own), group.first))
     if not fits(fleet, choices):
         held = memory_of(fleet, choices)
         raise InfeasiblePlanError(
@@ -249,74 +254,65 @@ def deploy_on(
     return _to_deployment(work, cluster, fleet, placement, min(bound_ns, placement.makespan))
 
 
-def _explain(error: InfeasiblePlanError, work: StepWork, fleet: Fleet) -> InfeasiblePlanError:
-    """Return an error that names the module that needs most."""
-    least = [min(mode.memory for mode in modes) for modes in fleet.modules]
-    largest = least.index(max(least))
-    return InfeasiblePlanError(
-        f"{error}; {work.modules[largest].name!r} alone needs {least[largest]} bytes ({format_bytes(least[largest])}) "
-        "on each device of its largest group; raise the memory, or take a smaller batch or more devices"
-    )
-
-
 # ---------------------------------------------------------------------------------------------- to the planner's fleet
 
 
+def _labels_of(work: StepWork) -> list[tuple[str, str, str]]:
+    """Return name, module and kind of the planner's tasks: forwards, backwards in reverse, sums of gradients."""
+    return [
+        *((call.name, call.module, "forward") for call in work.calls),
+        *((call.name, call.module, "backward") for call in reversed(work.calls)),
+        *((module.name, module.name, "sum") for module in work.modules),
+    ]
+
+
 def _to_fleet(work: StepWork, cluster: Cluster) -> Fleet:
-    """Return the problem of the planner: forwards, then backwards in reverse, then sums of gradients."""
+    """Return the problem of the planner, with the tasks of `_labels_of`."""
     module_of = {module.name: index for index, module in enumerate(work.modules)}
     call_of: dict[str, int] = {}
     times_of: dict[str, list[CallTime]] = {}
     groups: list[list[tuple[int, int]]] = [[] for _ in work.modules]
+    kept = [0 for _ in work.modules]
     for index, call in enumerate(work.calls):
         if unknown := [name for name in call.inputs if name not in call_of]:
             raise ConfigError(f"call {call.name!r} reads {unknown[0]!r}, which is no call before it")
         if call.module not in module_of or call.name in call_of:
             raise ConfigError(f"call {call.name!r} of module {call.module!r}: expected a known module, and a new name")
-        call_of[call.name] = index
+        call_of[call.name], module = index, module_of[call.module]
         times_of[call.name] = [time for time in call.times if time.devices <= cluster.devices]
         own = [(time.devices, time.units) for time in times_of[call.name]]
-        if not own or groups[module_of[call.module]] not in ([], own):
+        if not own or groups[module] not in ([], own):
             raise ConfigError(
                 f"call {call.name!r} has times for groups {own}: expected some with at most {cluster.devices} "
                 f"devices, the same for all calls of {call.module!r}"
             )
-        groups[module_of[call.module]] = own
+        groups[module] = own
+        kept[module] += call.activation_bytes
     if silent := [module.name for module, own in zip(work.modules, groups, strict=True) if not own]:
         raise ConfigError(f"module {silent[0]!r} is not called")
-    modes = []
-    for module, own in zip(work.modules, groups, strict=True):
-        kept = sum(call.activation_bytes for call in work.calls if call.module == module.name)
-        modes.append(tuple(Mode(devices=n, units=units, memory=module.state_bytes + -(-kept // n)) for n, units in own))
-    count = len(work.calls)
-    tasks = [
-        Task(module=module_of[call.module], durations=tuple(time.forward_ns for time in times_of[call.name]))
-        for call in work.calls
-    ]
-    tasks += [
-        Task(module=module_of[call.module], durations=tuple(time.backward_ns for time in times_of[call.name]))
-        for call in reversed(work.calls)
-    ]
-    tasks += [
-        Task(
-            module=index,
-            durations=tuple(_sum_ns(module, mode.devices, cluster) for mode in modes[index]),
-        )
-        for index, module in enumerate(work.modules)
-    ]
-    arcs = []
+    tasks = []
+    for name, module_name, kind in _labels_of(work):
+        module = module_of[module_name]
+        if kind == "sum":
+            durations = [_sum_ns(work.modules[module], devices, cluster) for devices, _ in groups[module]]
+        else:
+            durations = [getattr(time, f"{kind}_ns") for time in times_of[name]]
+        tasks.append(Task(module=module, durations=tuple(durations)))
+    arcs, last = [], 2 * len(work.calls) - 1
     for index, call in enumerate(work.calls):
-        backward = 2 * count - 1 - index
-        arcs += [Arc(index, backward, {}), Arc(backward, 2 * count + module_of[call.module], {})]
+        arcs += [Arc(index, last - index, {}), Arc(last - index, last + 1 + module_of[call.module], {})]
         for name in call.inputs:
-            delays = _delays(work.calls[call_of[name]].output_bytes, cluster)
-            arcs.append(Arc(call_of[name], index, delays))
-            arcs.append(Arc(backward, 2 * count - 1 - call_of[name], delays))
+            source = call_of[name]
+            delays = _delays(work.calls[source].output_bytes, cluster)
+            arcs += [Arc(source, index, delays), Arc(last - index, last - source, delays)]
     return Fleet(
         devices=cluster.devices,
         units=cluster.units,
         memory=cluster.memory_bytes,
-        modules=tuple(modes),
+        modules=tuple(
+            tuple(Mode(devices=n, units=units, memory=module.state_bytes + -(-num_bytes // n)) for n, units in own)
+            for module, own, num_bytes in zip(work.modules, groups, kept, strict=True)
+        ),
         tasks=tuple(tasks),
         arcs=tuple(arcs),
     )
@@ -328,13 +324,12 @@ def _sum_ns(module: ModuleState, devices: int, cluster: Cluster) -> int:
     return seconds_to_ns(seconds) + module.update_ns
 
 
-@functools.lru_cache(maxsize=256)
-def _delays(num_bytes: int, cluster: Cluster) -> Mapping[tuple[int, int], int]:
+def _delays(num_bytes: int, cluster: Cluster) -> dict[tuple[int, int], int]:
     """Return the time of a transfer by the numbers of devices of both groups."""
+    sizes = cluster.sizes if num_bytes else ()
     return {
-        (one, other): seconds_to_ns(send_seconds(num_bytes / min(one, other), cluster.link)) if num_bytes else 0
-        for one in cluster.sizes
-        for other in cluster.sizes
+        (one, other): seconds_to_ns(send_seconds(num_bytes / min(one, other), cluster.link))
+        for one, other in itertools.product(sizes, repeat=2)
     }
 
 
@@ -349,127 +344,103 @@ def _data_parallel(fleet: Fleet) -> tuple[Choice, ...]:
     )
 
 
-def _levels_of(work: StepWork) -> tuple[int, ...]:
-    """Return the level of every call: calls without inputs have 0."""
+def _waves(work: StepWork, fleet: Fleet) -> tuple[tuple[Choice, ...], Fleet]:
+    """Return choices in which the modules of a level have disjoint groups, and the fleet with barriers between levels.
+
+    A call without inputs has level 0; a module belongs to its first level.
+    """
     levels: dict[str, int] = {}
     for call in work.calls:
         levels[call.name] = 1 + max((levels[name] for name in call.inputs), default=-1)
-    return tuple(levels.values())
-
-
-def _waves(fleet: Fleet, levels: Sequence[int]) -> tuple[Choice, ...]:
-    """Return choices in which the modules of a level have disjoint groups; a module belongs to its first level."""
+    last = 2 * len(levels) - 1
+    barriers = [
+        arc
+        for (one, level), (other, later) in itertools.product(enumerate(levels.values()), repeat=2)
+        if level < later
+        for arc in (Arc(one, other, {}), Arc(last - other, last - one, {}))
+    ]
     level_of: dict[int, int] = {}
-    for call, level in enumerate(levels):
-        module = fleet.tasks[call].module
-        level_of[module] = min(level, level_of.get(module, level))
-    modes_of: dict[int, dict[int, int]] = {}
-    """By module and number of devices, the mode with most units."""
-    for module, modes in enumerate(fleet.modules):
-        modes_of[module] = {mode.devices: index for index, mode in sorted(enumerate(modes), key=lambda m: m[1].units)}
+    for task, level in zip(fleet.tasks, levels.values(), strict=False):
+        level_of[task.module] = min(level, level_of.get(task.module, level))
     found: dict[int, Choice] = {}
     for level in sorted(set(level_of.values())):
-        members = sorted(module for module in level_of if level_of[module] == level)
         wave: list[int] = []
-        for module in members:
-            if sum(min(modes_of[each]) for each in (*wave, module)) > fleet.devices:
-                found |= _wave(fleet, wave, modes_of)
+        for module in sorted(module for module, own in level_of.items() if own == level):
+            if sum(min(mode.devices for mode in fleet.modules[each]) for each in (*wave, module)) > fleet.devices:
+                found |= _wave(fleet, wave)
                 wave = []
             wave.append(module)
-        found |= _wave(fleet, wave, modes_of)
-    return tuple(found[module] for module in range(len(fleet.modules)))
+        found |= _wave(fleet, wave)
+    return tuple(found[module] for module in range(len(fleet.modules))), replace(fleet, arcs=(*fleet.arcs, *barriers))
 
 
-def _wave(fleet: Fleet, members: Sequence[int], modes_of: Mapping[int, Mapping[int, int]]) -> dict[int, Choice]:
+def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
     """Return disjoint groups: the module that takes longest gets more devices as long as there are some."""
-    sizes = {module: min(modes_of[module]) for module in members}
+    sizes: dict[int, list[tuple[int, int]]] = {}
+    """By module, the numbers of devices that it may have, the smallest first, each with the mode with most units."""
+    for module in members:
+        by_units = sorted(enumerate(fleet.modules[module]), key=lambda each: each[1].units)
+        sizes[module] = sorted({mode.devices: number for number, mode in by_units}.items())
+    at = dict.fromkeys(members, 0)
 
-    def time_of(module: int) -> int:
-        mode = modes_of[module][sizes[module]]
+    def time_of(module: int, index: int) -> int:
+        mode = sizes[module][index][1]
         return sum(task.durations[mode] for task in fleet.tasks if task.module == module)
 
-    growing = set(members)
-    while growing:
-        module = max(growing, key=lambda each: (time_of(each), -each))
-        size = sizes[module]
-        larger = min((other for other in modes_of[module] if other > size), default=0)
-        after = {**sizes, module: larger}
-        if not larger or sum(after.values()) > fleet.devices or time_of(module) <= 0:
-            growing.discard(module)
-            continue
-        before, sizes[module] = time_of(module), larger
-        if time_of(module) >= before:
-            sizes[module] = size
-            growing.discard(module)
+    def can_grow(module: int) -> bool:
+        others = sum(sizes[other][index][0] for other, index in at.items() if other != module)
+        larger = at[module] + 1
+        return (
+            larger < len(sizes[module])
+            and others + sizes[module][larger][0] <= fleet.devices
+            and time_of(module, larger) < time_of(module, at[module])
+        )
+
+    while growing := [module for module in members if can_grow(module)]:
+        at[max(growing, key=lambda module: (time_of(module, at[module]), -module))] += 1
     found, first = {}, 0
-    for module in sorted(members, key=lambda each: (-sizes[each], each)):  # larger groups first: all are aligned
-        found[module] = (modes_of[module][sizes[module]], first)
-        first += sizes[module]
+    for module in sorted(members, key=lambda each: (-sizes[each][at[each]][0], each)):  # so all groups are aligned
+        devices, mode = sizes[module][at[module]]
+        found[module] = (mode, first)
+        first += devices
     return found
-
-
-def _barriers(fleet: Fleet, levels: Sequence[int]) -> Fleet:
-    """Return the fleet with a barrier between the levels, forward and backward."""
-    count = len(levels)
-    arcs = [
-        arc
-        for one, level in enumerate(levels)
-        for other, later in enumerate(levels)
-        if level < later
-        for arc in (Arc(one, other, {}), Arc(2 * count - 1 - other, 2 * count - 1 - one, {}))
-    ]
-    return replace(fleet, arcs=(*fleet.arcs, *arcs))
-
-
-def _baselines(work: StepWork, fleet: Fleet) -> tuple[Baseline, ...]:
-    levels = _levels_of(work)
-    in_turn, waves = _data_parallel(fleet), _waves(fleet, levels)
-    steps = (
-        (DATA_PARALLEL, in_turn, Scheduler(fleet).schedule(in_turn, range(len(fleet.tasks))).makespan),
-        (WAVES, waves, Scheduler(_barriers(fleet, levels)).best_of_orders(waves).makespan),
-    )
-    return tuple(
-        Baseline(name=name, step_ns=step_ns, groups=_groups_of(work, fleet, choices), keeps_memory=fits(fleet, choices))
-        for name, choices, step_ns in steps
-    )
 
 
 # ------------------------------------------------------------------------------------------------------- to the result
 
 
-def _groups_of(work: StepWork, fleet: Fleet, choices: Sequence[Choice]) -> tuple[Group, ...]:
-    return tuple(
-        Group(module=module.name, first=first, devices=modes[mode].devices, units=modes[mode].units)
-        for module, modes, (mode, first) in zip(work.modules, fleet.modules, choices, strict=True)
-    )
-
-
-def _labels_of(work: StepWork) -> list[tuple[str, str, str]]:
-    """Return name, module and kind of the planner's tasks, in their order."""
-    calls = [*((call, "forward") for call in work.calls), *((call, "backward") for call in reversed(work.calls))]
-    labels = [(call.name, call.module, kind) for call, kind in calls]
-    return labels + [(module.name, module.name, "sum") for module in work.modules]
-
-
 def _to_deployment(work: StepWork, cluster: Cluster, fleet: Fleet, placement: Placement, bound: int) -> Deployment:
     placement = Scheduler(fleet).settle(placement)
+    ends = [start + duration_of(fleet, task, placement.choices) for task, start in enumerate(placement.starts)]
     bars = [
-        Bar(
-            name=name,
-            module=module,
-            kind=kind,
-            start_ns=start,
-            end_ns=start + fleet.tasks[task].durations[placement.choices[fleet.tasks[task].module][0]],
-        )
-        for task, ((name, module, kind), start) in enumerate(zip(_labels_of(work), placement.starts, strict=True))
+        Bar(name=name, module=module, kind=kind, start_ns=start, end_ns=end)
+        for (name, module, kind), start, end in zip(_labels_of(work), placement.starts, ends, strict=True)
+        if end > start
     ]
+
+    def groups(choices: Sequence[Choice]) -> tuple[Group, ...]:
+        return tuple(
+            Group(module=module.name, first=first, devices=modes[mode].devices, units=modes[mode].units)
+            for module, modes, (mode, first) in zip(work.modules, fleet.modules, choices, strict=True)
+        )
+
+    in_turn, (waves, with_barriers) = _data_parallel(fleet), _waves(work, fleet)
+    baselines = (
+        (DATA_PARALLEL, Scheduler(fleet).schedule(in_turn, range(len(fleet.tasks)))),
+        (WAVES, Scheduler(with_barriers).best_of_orders(waves)),
+    )
     return Deployment(
         cluster=cluster,
         work=work,
-        groups=_groups_of(work, fleet, placement.choices),
-        bars=tuple(sorted((bar for bar in bars if bar.end_ns > bar.start_ns), key=lambda bar: bar.start_ns)),
+        groups=groups(placement.choices),
+        bars=tuple(sorted(bars, key=lambda bar: bar.start_ns)),
         step_ns=placement.makespan,
         bound_ns=bound,
         memory_bytes=tuple(memory_of(fleet, placement.choices)),
-        baselines=_baselines(work, fleet),
+        baselines=tuple(
+            Baseline(
+                name=name, step_ns=each.makespan, groups=groups(each.choices), keeps_memory=fits(fleet, each.choices)
+            )
+            for name, each in baselines
+        ),
     )
