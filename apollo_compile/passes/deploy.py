@@ -60,11 +60,10 @@ class Cluster:
     is_measured: bool = False
     """Whether times and link were measured; else they are given, and the plan is a simulation."""
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of devices of a group: powers of two, and all."""
-        powers = [1 << power for power in range(self.devices.bit_length())]
-        return tuple(sorted({*(size for size in powers if size <= self.devices), self.devices}))
+
+def group_sizes(devices: int) -> tuple[int, ...]:
+    """Return the numbers of devices of a group: powers of two, and all."""
+    return tuple(sorted({*(1 << power for power in range(devices.bit_length())), devices}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,7 +325,7 @@ def _sum_ns(module: ModuleState, devices: int, cluster: Cluster) -> int:
 
 def _delays(num_bytes: int, cluster: Cluster) -> dict[tuple[int, int], int]:
     """Return the time of a transfer by the numbers of devices of both groups."""
-    sizes = cluster.sizes if num_bytes else ()
+    sizes = group_sizes(cluster.devices) if num_bytes else ()
     return {
         (one, other): seconds_to_ns(send_seconds(num_bytes / min(one, other), cluster.link))
         for one, other in itertools.product(sizes, repeat=2)
