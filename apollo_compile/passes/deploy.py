@@ -4,10 +4,10 @@
 
 A module takes an aligned group of devices (1, 2, 4, ... or all), over which the samples of a batch are divided, and
 some units of each device. Its calls run there, forward and backward; then its gradients are summed over the group, and
-its parameters are updated on every device of it. A call begins when its inputs have arrived: between different groups
-they travel, forward outputs and backward gradients alike, and every device of the smaller group moves its share. A sum
-of gradients takes the units of its group, which is pessimistic where it overlaps with other work. On a device, memory
-holds the state of its modules, and the activations of its share of every call.
+its parameters are updated on every device of it. A call sends its outputs to all devices, and in the backward the
+gradients of its inputs: that is part of its time. A sum of gradients takes the units of its group, which is pessimistic
+where it overlaps with other work. On a device, memory holds the state of its modules, and the activations of its share
+of every call.
 
 Baselines, from which the search begins and which the result is compared with:
     data parallel   every module on all devices, one after the other
@@ -67,38 +67,33 @@ def group_sizes(devices: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CallTime:
-    """Time of a call on a group."""
-
-    devices: int
-    units: int
-    forward_ns: int
-    backward_ns: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A call of a module in the forward of a step."""
+    """A call of a module in the forward of a step; bytes are those of the whole batch."""
 
     name: str
     module: str
     inputs: tuple[str, ...]
     """Earlier calls whose outputs it reads."""
-    output_bytes: int
-    """Bytes that travel to another group, for the whole batch; 0 if the times include that."""
+    sent_bytes: int
+    """Outputs that go to all devices in the forward."""
+    returned_bytes: int
+    """Gradients of inputs that go to all devices in the backward."""
     activation_bytes: int
-    """Bytes that the backward needs, for the whole batch."""
+    """Tensors that the backward needs."""
     outputs: tuple[int, ...] = ()
     """Output tensors that are used after it."""
-    times: tuple[CallTime, ...]
-    """By group that may run it; all calls of a module have times for the same groups."""
+    forward_ns: tuple[int, ...]
+    """By group of its module."""
+    backward_ns: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleState:
-    """Memory that a module keeps on each of its devices."""
+    """A module, with the memory that it keeps on each of its devices."""
 
     name: str
+    groups: tuple[tuple[int, int], ...]
+    """Numbers of devices, and of units on each, that may run it."""
     state_bytes: int
     """Parameters, gradients and states of the optimizer."""
     gradient_bytes: int
@@ -269,8 +264,6 @@ def _to_fleet(work: StepWork, cluster: Cluster) -> Fleet:
     """Return the problem of the planner, with the tasks of `_labels_of`."""
     module_of = {module.name: index for index, module in enumerate(work.modules)}
     call_of: dict[str, int] = {}
-    times_of: dict[str, list[CallTime]] = {}
-    groups: list[list[tuple[int, int]]] = [[] for _ in work.modules]
     kept = [0 for _ in work.modules]
     for index, call in enumerate(work.calls):
         if unknown := [name for name in call.inputs if name not in call_of]:
@@ -278,39 +271,48 @@ def _to_fleet(work: StepWork, cluster: Cluster) -> Fleet:
         if call.module not in module_of or call.name in call_of:
             raise ConfigError(f"call {call.name!r} of module {call.module!r}: expected a known module, and a new name")
         call_of[call.name], module = index, module_of[call.module]
-        times_of[call.name] = [time for time in call.times if time.devices <= cluster.devices]
-        own = [(time.devices, time.units) for time in times_of[call.name]]
-        if not own or groups[module] not in ([], own):
+        groups = work.modules[module].groups
+        if not len(call.forward_ns) == len(call.backward_ns) == len(groups):
             raise ConfigError(
-                f"call {call.name!r} has times for groups {own}: expected some with at most {cluster.devices} "
-                f"devices, the same for all calls of {call.module!r}"
+                f"call {call.name!r} has {len(call.forward_ns)} times of forward and {len(call.backward_ns)} of "
+                f"backward: expected one for each of {len(groups)} groups of {call.module!r}"
             )
-        groups[module] = own
         kept[module] += call.activation_bytes
-    if silent := [module.name for module, own in zip(work.modules, groups, strict=True) if not own]:
-        raise ConfigError(f"module {silent[0]!r} is not called")
+    for each in work.modules:
+        sizes = [devices for devices, _ in each.groups]
+        if not sizes or max(sizes) > cluster.devices or all(call.module != each.name for call in work.calls):
+            raise ConfigError(
+                f"module {each.name!r} may have {sizes} devices: expected some numbers up to {cluster.devices}, and a "
+                "call of it"
+            )
     tasks = []
     for name, module_name, kind in _labels_of(work):
-        module = module_of[module_name]
+        state = work.modules[module_of[module_name]]
         if kind == "sum":
-            durations = [_sum_ns(work.modules[module], devices, cluster) for devices, _ in groups[module]]
+            durations = [_sum_ns(state, devices, cluster) for devices, _ in state.groups]
         else:
-            durations = [getattr(time, f"{kind}_ns") for time in times_of[name]]
-        tasks.append(Task(module=module, durations=tuple(durations)))
+            call = work.calls[call_of[name]]
+            own, sent = {
+                "forward": (call.forward_ns, call.sent_bytes),
+                "backward": (call.backward_ns, call.returned_bytes),
+            }[kind]
+            durations = [ns + _send_ns(sent, size[0], cluster) for ns, size in zip(own, state.groups, strict=True)]
+        tasks.append(Task(module=module_of[module_name], durations=tuple(durations)))
     arcs, last = [], 2 * len(work.calls) - 1
     for index, call in enumerate(work.calls):
-        arcs += [Arc(index, last - index, {}), Arc(last - index, last + 1 + module_of[call.module], {})]
+        arcs += [Arc(index, last - index), Arc(last - index, last + 1 + module_of[call.module])]
         for name in call.inputs:
-            source = call_of[name]
-            delays = _delays(work.calls[source].output_bytes, cluster)
-            arcs += [Arc(source, index, delays), Arc(last - index, last - source, delays)]
+            arcs += [Arc(call_of[name], index), Arc(last - index, last - call_of[name])]
     return Fleet(
         devices=cluster.devices,
         units=cluster.units,
         memory=cluster.memory_bytes,
         modules=tuple(
-            tuple(Mode(devices=n, units=units, memory=module.state_bytes + -(-num_bytes // n)) for n, units in own)
-            for module, own, num_bytes in zip(work.modules, groups, kept, strict=True)
+            tuple(
+                Mode(devices=devices, units=units, memory=module.state_bytes + -(-num_bytes // devices))
+                for devices, units in module.groups
+            )
+            for module, num_bytes in zip(work.modules, kept, strict=True)
         ),
         tasks=tuple(tasks),
         arcs=tuple(arcs),
@@ -323,13 +325,11 @@ def _sum_ns(module: ModuleState, devices: int, cluster: Cluster) -> int:
     return seconds_to_ns(seconds) + module.update_ns
 
 
-def _delays(num_bytes: int, cluster: Cluster) -> dict[tuple[int, int], int]:
-    """Return the time of a transfer by the numbers of devices of both groups."""
-    sizes = group_sizes(cluster.devices) if num_bytes else ()
-    return {
-        (one, other): seconds_to_ns(send_seconds(num_bytes / min(one, other), cluster.link))
-        for one, other in itertools.product(sizes, repeat=2)
-    }
+def _send_ns(num_bytes: int, devices: int, cluster: Cluster) -> int:
+    """Return the time in which the devices of a group send their parts to all devices, one after the other."""
+    if not num_bytes or cluster.devices == 1:
+        return 0
+    return seconds_to_ns(devices * send_seconds(num_bytes / devices, cluster.link))
 
 
 # ---------------------------------------------------------------------------------------------------------- baselines
@@ -356,7 +356,7 @@ def _waves(work: StepWork, fleet: Fleet) -> tuple[tuple[Choice, ...], Fleet]:
         arc
         for (one, level), (other, later) in itertools.product(enumerate(levels.values()), repeat=2)
         if level < later
-        for arc in (Arc(one, other, {}), Arc(last - other, last - one, {}))
+        for arc in (Arc(one, other), Arc(last - other, last - one))
     ]
     level_of: dict[int, int] = {}
     for task, level in zip(fleet.tasks, levels.values(), strict=False):

@@ -4,14 +4,13 @@
 
 A fleet has equal devices in a row. A module takes an aligned group of them (a group of n devices begins at a multiple
 of n) in one of its modes, and keeps it: all its tasks run there, on the units of its mode on each device of the group.
-An arc delays a task after another: by nothing if both modules have the same group, else by a time that depends on the
-numbers of devices. At every instant, the units in use on a device are at most its own; the memory of all modules on a
-device is at most its memory. Times are integers.
+An arc lets a task wait for the end of another. At every instant, the units in use on a device are at most its own; the
+memory of all modules on a device is at most its memory. Times are integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -41,8 +40,6 @@ class Arc(NamedTuple):
 
     before: int
     after: int
-    delays: Mapping[tuple[int, int], int]
-    """By numbers of devices (before, after), if the groups differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,15 +81,6 @@ def duration_of(fleet: Fleet, task: int, choices: Sequence[Choice]) -> int:
     return work.durations[choices[work.module][0]]
 
 
-def delay_of(fleet: Fleet, arc: Arc, choices: Sequence[Choice]) -> int:
-    """Return the time between the end of a task and the start of the one that waits for it."""
-    (before, one), (after, other) = (
-        (choices[module][1], fleet.modules[module][choices[module][0]].devices)
-        for module in (fleet.tasks[arc.before].module, fleet.tasks[arc.after].module)
-    )
-    return 0 if (before, one) == (after, other) else arc.delays.get((one, other), 0)
-
-
 def memory_of(fleet: Fleet, choices: Sequence[Choice]) -> list[int]:
     """Return the bytes on every device."""
     held = [0] * fleet.devices
@@ -112,26 +100,26 @@ class Scheduler:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self._waits: list[list[Arc]] = [[] for _ in fleet.tasks]
-        self._followers: list[list[Arc]] = [[] for _ in fleet.tasks]
+        self._before: list[list[int]] = [[] for _ in fleet.tasks]
+        self._after: list[list[int]] = [[] for _ in fleet.tasks]
         for arc in fleet.arcs:
-            self._waits[arc.after].append(arc)
-            self._followers[arc.before].append(arc)
+            self._before[arc.after].append(arc.before)
+            self._after[arc.before].append(arc.after)
 
     def critical_order(self, choices: Sequence[Choice]) -> list[int]:
         """Return the tasks in an order that starts those with the longest rest of the step first."""
         fleet = self.fleet
         tails = [0] * len(fleet.tasks)
         for task in reversed(range(len(fleet.tasks))):
-            rest = [delay_of(fleet, arc, choices) + tails[arc.after] for arc in self._followers[task]]
-            tails[task] = max(rest, default=0) + duration_of(fleet, task, choices)
+            tails[task] = max((tails[other] for other in self._after[task]), default=0)
+            tails[task] += duration_of(fleet, task, choices)
         return sorted(range(len(tails)), key=lambda task: (-tails[task], task))
 
     def order_of(self, starts: Sequence[int]) -> list[int]:
         """Return the tasks by start, each after those that it waits for."""
         found = list(starts)
-        for task, waits in enumerate(self._waits):
-            found[task] = max(found[task], *(found[arc.before] for arc in waits), 0)
+        for task, before in enumerate(self._before):
+            found[task] = max(found[task], *(found[other] for other in before), 0)
         return sorted(range(len(found)), key=lambda task: (found[task], task))
 
     def settle(self, placement: Placement) -> Placement:
@@ -162,7 +150,7 @@ class Scheduler:
         for task in order:
             module, duration = fleet.tasks[task].module, duration_of(fleet, task, choices)
             mask, spare = masks[module], fleet.units - modes[module].units
-            start = max((ends[arc.before] + delay_of(fleet, arc, choices) for arc in self._waits[task]), default=0)
+            start = max((ends[other] for other in self._before[task]), default=0)
             if duration:
                 rivals = [use for use in placed if use.end > start and use.mask & mask]
                 for instant in (start, *sorted(use.end for use in rivals)):  # room grows only where a task ends
@@ -216,9 +204,9 @@ def violations(fleet: Fleet, placement: Placement) -> list[str]:
     if placement.makespan != max(ends, default=0) or min(starts, default=0) < 0:
         found.append(f"its makespan is {placement.makespan}, its last task ends at {max(ends, default=0)}")
     found += [
-        f"task {arc.after} starts before task {arc.before} has ended and its output has arrived"
+        f"task {arc.after} starts before task {arc.before} has ended"
         for arc in fleet.arcs
-        if starts[arc.after] < ends[arc.before] + delay_of(fleet, arc, choices)
+        if starts[arc.after] < ends[arc.before]
     ]
     if not fits(fleet, choices):
         found.append(f"a device holds {max(memory_of(fleet, choices))} bytes of {fleet.memory}")

@@ -2,9 +2,9 @@
 
     search(fleet, is_pool=..., ...), least_memory(fleet, seconds=...) -> Outcome
 
-In the pool a module has a number of devices but no place: the units of all devices are one resource, and modules with
-equally many devices have the same group. Every placement is a solution of the pool, so its bound holds, and there are
-few choices. Times are rounded down to ticks, which keeps bounds valid; schedules are computed again by the caller.
+In the pool a module has a number of devices but no place: the units of all devices are one resource. Every placement is
+a solution of the pool, so its bound holds, and there are few choices. Times are rounded down to ticks, which keeps
+bounds valid; schedules are computed again by the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
 from ortools.sat.python import cp_model
 
@@ -143,12 +142,9 @@ class _Model:
         self.makespan = self.cp.new_int_var(0, horizon, "makespan")
         self.starts = [self.cp.new_int_var(0, horizon, f"start {task}") for task in range(len(fleet.tasks))]
         self.ends = [self.cp.new_int_var(0, horizon, f"end {task}") for task in range(len(fleet.tasks))]
-        self.in_mode = [
-            [sum(on for (number, _), on in options.items() if number == mode) for mode in range(len(modes))]
-            for modes, options in zip(fleet.modules, self.at, strict=True)
-        ]
         self._add_tasks()
-        self._add_arcs()
+        for arc in fleet.arcs:
+            self.cp.add(self.starts[arc.after] >= self.ends[arc.before])
         if not is_pool and fleet.memory is not None:
             for device in range(fleet.devices):
                 self.cp.add(_memory_on(fleet, self.at, device) <= fleet.memory)
@@ -205,35 +201,3 @@ class _Model:
             self.cp.add(work_of(before[index]) <= units * self.starts[index])
             self.cp.add(work_of(after[index]) <= units * (self.makespan - self.ends[index]))
         self.cp.add(work_of(range(len(fleet.tasks))) <= units * self.makespan)
-
-    def _add_arcs(self) -> None:
-        """Add the order of tasks, with delays between groups."""
-        same: dict[tuple[int, int], cp_model.IntVar | int] = {}
-        """Whether two modules have one group; in the pool, groups of one size are the same."""
-        for arc in self.fleet.arcs:
-            one, other = self.fleet.tasks[arc.before].module, self.fleet.tasks[arc.after].module
-            self.cp.add(self.starts[arc.after] >= self.ends[arc.before])
-            if one == other or not any(arc.delays.values()):
-                continue
-            if (one, other) not in same:
-                same[one, other] = 1 if self.is_pool else self._same_group(one, other)
-            for (k, before), (m, after) in product(*(enumerate(self.fleet.modules[each]) for each in (one, other))):
-                delay = arc.delays.get((before.devices, after.devices), 0) // self.tick
-                excess = self.in_mode[one][k] + self.in_mode[other][m] - 1
-                if before.devices == after.devices:
-                    excess -= same[one, other]
-                if delay:
-                    self.cp.add(self.starts[arc.after] >= self.ends[arc.before] + delay * excess)
-
-    def _same_group(self, one: int, other: int) -> cp_model.IntVar:
-        """Return a variable that is true only if two modules have the same devices."""
-        groups = [
-            sum(
-                on * (self.fleet.modules[index][mode].devices * self.fleet.devices + first)
-                for (mode, first), on in self.at[index].items()
-            )
-            for index in (one, other)
-        ]
-        same = self.cp.new_bool_var(f"modules {one} and {other} have one group")
-        self.cp.add(groups[0] == groups[1]).only_enforce_if(same)
-        return same

@@ -19,8 +19,8 @@ import itertools
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +28,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apollo_compile.cost_model.collectives import Link, send_seconds
+from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.passes.deploy import (
     Call,
-    CallTime,
     Cluster,
     Deployment,
     ModuleState,
@@ -44,7 +43,6 @@ from apollo_compile.passes.deploy import (
 )
 from apollo_compile.torch_bridge.stopwatch import Stopwatch
 from apollo_compile.torch_bridge.trees import leaves_of, map_tensors
-from apollo_compile.units import seconds_to_ns
 
 REST = "code between the modules"
 """Name of what runs on every rank: the model's own code, small modules and the loss."""
@@ -470,57 +468,43 @@ def work_of(
         name=REST,
         module=REST,
         inputs=tuple(names),
-        output_bytes=0,
+        sent_bytes=0,
+        returned_bytes=0,
         activation_bytes=0,
-        times=(CallTime(devices=cluster.devices, units=cluster.units, forward_ns=rest[0], backward_ns=rest[1]),),
+        forward_ns=(rest[0],),
+        backward_ns=(rest[1],),
     )
-    placed = {call.module_name: list(call.module.parameters()) for call in kept}
-    owned = {id(each) for parameters in placed.values() for each in parameters}
-    left = _to_state(REST, [each for each in model.parameters() if id(each) not in owned], optimizer_states, 0)
-    states = [_to_state(name, own, optimizer_states, times["update", name][0]) for name, own in placed.items()]
-    return StepWork(
-        modules=(*states, replace(left, gradient_bytes=0)),  # its gradients are equal on all ranks
-        calls=(*(_to_call(call, trace, times, read_by[call.name], cluster) for call in kept), between),
-    )
+    placed = {call.module_name: call.module for call in kept}
+    sizes = {
+        name: [n for n in group_sizes(cluster.devices) if all((c.name, n) in times for c in kept if c.module is module)]
+        for name, module in placed.items()
+    }
+    calls = [
+        Call(
+            name=call.name,
+            module=call.module_name,
+            inputs=read_by[call.name],
+            sent_bytes=sum(call.outputs[index].nbytes for index in trace.used(call)),
+            returned_bytes=sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad),
+            activation_bytes=call.saved_bytes,
+            outputs=trace.used(call),
+            forward_ns=tuple(times[call.name, size][0] for size in sizes[call.module_name]),
+            backward_ns=tuple(times[call.name, size][1] for size in sizes[call.module_name]),
+        )
+        for call in kept
+    ]
 
+    def state(name: str, parameters: Sequence[nn.Parameter], own: Sequence[int]) -> ModuleState:
+        trained = sum(each.nbytes for each in parameters if each.requires_grad)
+        return ModuleState(
+            name=name,
+            groups=tuple((size, cluster.units) for size in own),
+            state_bytes=sum(each.nbytes for each in parameters) + (1 + optimizer_states) * trained,
+            gradient_bytes=0 if name == REST else trained,  # of the rest, they are equal on all ranks
+            update_ns=0 if name == REST else times["update", name][0],
+        )
 
-def _to_call(call: _Record, trace: Trace, times: Times, inputs: tuple[str, ...], cluster: Cluster) -> Call:
-    """Return a call whose times include the transfer of its outputs, and of gradients of inputs, to all ranks."""
-    used = trace.used(call)
-    sent = sum(call.outputs[index].nbytes for index in used)
-    returned = sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad)
-
-    def transfer_ns(num_bytes: int, parts: int) -> int:
-        if not num_bytes or cluster.devices == 1:
-            return 0
-        return seconds_to_ns(parts * send_seconds(num_bytes / parts, cluster.link))
-
-    return Call(
-        name=call.name,
-        module=call.module_name,
-        inputs=inputs,
-        output_bytes=0,
-        activation_bytes=call.saved_bytes,
-        outputs=used,
-        times=tuple(
-            CallTime(
-                devices=size,
-                units=cluster.units,
-                forward_ns=times[call.name, size][0] + transfer_ns(sent, size),
-                backward_ns=times[call.name, size][1] + transfer_ns(returned, size),
-            )
-            for size in group_sizes(cluster.devices)
-            if (call.name, size) in times
-        ),
-    )
-
-
-def _to_state(name: str, parameters: Iterable[nn.Parameter], optimizer_states: int, update_ns: int) -> ModuleState:
-    own = list(parameters)
-    trained = sum(each.nbytes for each in own if each.requires_grad)
-    return ModuleState(
-        name=name,
-        state_bytes=sum(each.nbytes for each in own) + (1 + optimizer_states) * trained,
-        gradient_bytes=trained,
-        update_ns=update_ns,
-    )
+    owned = {id(each) for module in placed.values() for each in module.parameters()}
+    left = [each for each in model.parameters() if id(each) not in owned]
+    states = [state(name, list(module.parameters()), sizes[name]) for name, module in placed.items()]
+    return StepWork(modules=(*states, state(REST, left, [cluster.devices])), calls=(*calls, between))
