@@ -121,10 +121,14 @@ class Group:
     units: int
     """Units of each device."""
 
+    @property
+    def range(self) -> range:
+        """Its devices."""
+        return range(self.first, self.first + self.devices)
+
     def __str__(self) -> str:
         """Return for example `devices 4 to 7`."""
-        last = self.first + self.devices - 1
-        return f"device {last}" if self.devices == 1 else f"devices {self.first} to {last}"
+        return f"device {self.first}" if self.devices == 1 else f"devices {self.first} to {self.range[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,10 +122,3 @@ def test_the_picture_has_a_row_per_kind_of_device_and_all_bars(plan: DeploymentP
     assert text.get("x") == audio.get("x") and text.get("height") == audio.get("height") == "22.0"
     assert abs(float(text.get("y", "")) - float(audio.get("y", ""))) == 22
     assert len(boxes) == len(plan.deployment.bars)
-
-
-def test_the_graph_has_calls_with_their_groups(plan: DeploymentPlan) -> None:
-    """And what they read."""
-    dot = plan.to_dot()
-    assert 'label="text\\ndevices 2 to 3\\n2 units"' in dot
-    assert all(f"  c{number} -> c3;" in dot for number in range(3))
