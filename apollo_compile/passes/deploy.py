@@ -46,6 +46,9 @@ from apollo_compile.units import format_bytes, seconds_to_ns
 
 DATA_PARALLEL, WAVES = "data parallel", "waves"
 
+REST = "code between the modules"
+"""Name of what runs on every rank: the model's own code, small modules and the loss."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
@@ -80,8 +83,6 @@ class Call:
     """Gradients of inputs that go to all devices in the backward."""
     activation_bytes: int
     """Tensors that the backward needs."""
-    outputs: tuple[int, ...] = ()
-    """Output tensors that are used after it."""
     forward_ns: tuple[int, ...]
     """By group of its module."""
     backward_ns: tuple[int, ...]

@@ -33,6 +33,7 @@ from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.passes.deploy import (
+    REST,
     Call,
     Cluster,
     Deployment,
@@ -43,9 +44,6 @@ from apollo_compile.passes.deploy import (
 )
 from apollo_compile.torch_bridge.stopwatch import Stopwatch
 from apollo_compile.torch_bridge.trees import leaves_of, map_tensors
-
-REST = "code between the modules"
-"""Name of what runs on every rank: the model's own code, small modules and the loss."""
 
 LEAST_SHARE = 0.02
 """Share of the time of all modules below which a child of the model stays with the code between them."""
@@ -182,22 +180,26 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
 
 
 class _Traced(torch.Tensor):
-    """A tensor that knows which outputs of calls it comes from, and notes when it is read."""
+    """A tensor that knows which calls it comes from."""
 
-    sources: frozenset[tuple[str, int]] = frozenset()
-    step: Trace
+    sources: frozenset[str]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function, and mark its results."""
-        inputs = [each for each in leaves_of((args, kwargs or {})) if isinstance(each, _Traced) and each.sources]
+        sources = _sources_of((args, kwargs))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        for each in leaves_of(result) if inputs else ():
+        for each in leaves_of(result):
             if isinstance(each, _Traced):
-                each.sources, each.step = inputs[0].step.note(inputs), inputs[0].step
+                each.sources = sources
         return result
+
+
+def _sources_of(tree: Any) -> frozenset[str]:
+    """Return the calls that the tensors of a tree come from."""
+    return frozenset().union(*(getattr(each, "sources", ()) for each in _tensors(tree)))
 
 
 @dataclass(eq=False, slots=True)
@@ -223,18 +225,6 @@ class Trace:
     samples: int
     device: torch.device
     calls: list[_Record] = field(default_factory=list)
-    read: set[tuple[str, int]] = field(default_factory=set)
-    """Outputs that were used: call and index of the tensor."""
-
-    def note(self, tree: Any) -> frozenset[tuple[str, int]]:
-        """Return the outputs that tensors come from, which are used now."""
-        found = frozenset().union(*(each.sources for each in leaves_of(tree) if isinstance(each, _Traced)))
-        self.read |= found
-        return found
-
-    def used(self, call: _Record) -> tuple[int, ...]:
-        """Return the output tensors of a call that are used."""
-        return tuple(index for index in range(len(call.outputs)) if (call.name, index) in self.read)
 
 
 def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> Trace:
@@ -248,7 +238,7 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
     for name, module in modules.items():
         module.forward = functools.partial(_record, trace, name, module, module.forward)
     try:
-        trace.note(loss_fn(_call(model, batch)))
+        loss_fn(_call(model, batch))
     finally:
         for name, module in modules.items():
             del module.forward
@@ -260,7 +250,7 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
 def _record(trace: Trace, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, and add the call to the trace."""
     count = sum(call.module_name == name for call in trace.calls)
-    sources = {source for source, _ in trace.note((args, kwargs))}
+    sources = _sources_of((args, kwargs))
     args, kwargs = map_tensors(lambda each: each.as_subclass(torch.Tensor), (args, kwargs))
     kept: dict[int, int] = {}
     """Bytes by storage."""
@@ -286,11 +276,10 @@ def _record(trace: Trace, name: str, module: nn.Module, forward: Callable[..., A
         saved_bytes=sum(kept.values()),
     )
     trace.calls.append(record)
-    numbers = itertools.count()
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         marked = tensor.as_subclass(_Traced)
-        marked.sources, marked.step = frozenset({(record.name, next(numbers))}), trace
+        marked.sources = frozenset({record.name})
         return marked
 
     return map_tensors(mark, output)
@@ -454,7 +443,7 @@ def work_of(
     for call in trace.calls:
         by_module[call.module_name] += sum(times[call.name, 1])
     least = least_share * by_module.total()
-    kept = [call for call in trace.calls if by_module[call.module_name] >= least and trace.used(call)]
+    kept = [call for call in trace.calls if by_module[call.module_name] >= least and call.outputs]
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
     names = [call.name for call in kept]
@@ -484,10 +473,9 @@ def work_of(
             name=call.name,
             module=call.module_name,
             inputs=read_by[call.name],
-            sent_bytes=sum(call.outputs[index].nbytes for index in trace.used(call)),
+            sent_bytes=sum(each.nbytes for each in call.outputs),
             returned_bytes=sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad),
             activation_bytes=call.saved_bytes,
-            outputs=trace.used(call),
             forward_ns=tuple(times[call.name, size][0] for size in sizes[call.module_name]),
             backward_ns=tuple(times[call.name, size][1] for size in sizes[call.module_name]),
         )
