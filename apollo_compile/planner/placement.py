@@ -1,18 +1,32 @@
-"""Placement of modules on groups of devices: the problem, its schedules, and their check.
+"""Placement of modules on groups of devices: the problem, its schedules, their check, and the search for a short one.
 
+    place(fleet, starts, seconds=...) -> Placed
     Scheduler(fleet).schedule(choices, order) -> Placement;  violations(fleet, placement) -> [text]
 
 A fleet has equal devices in a row. A module takes an aligned group of them (a group of n devices begins at a multiple
 of n) in one of its modes, and keeps it: all its tasks run there, on the units of its mode on each device of the group.
 An arc lets a task wait for the end of another. At every instant, the units in use on a device are at most its own; the
 memory of all modules on a device is at most its memory. Times are integers.
+
+Descents from given choices, and from those in which all modules have the same group, change the mode and the place of
+one module at a time. Then CP-SAT on devices (`placement_model.py`) improves the best for a small fleet, and may prove
+it; for a large one, CP-SAT on a pool of devices gives a lower bound.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+from apollo_compile.errors import InfeasiblePlanError
+
+DESCENTS_SHARE, POOL_SHARE = 0.5, 0.25
+"""Shares of the time: for descents, at most, and for CP-SAT on the pool, whose bound soon stays the same."""
+
+MOST_INTERVALS = 6_000
+"""Intervals on devices up to which CP-SAT places modules in useful time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +82,15 @@ class Placement:
     choices: tuple[Choice, ...]
     starts: tuple[int, ...]
     makespan: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """The best placement that was found."""
+
+    placement: Placement
+    bound: int
+    """Lower bound of the makespan of all placements."""
 
 
 def groups_of(fleet: Fleet, mode: Mode) -> range:
@@ -220,3 +243,107 @@ def violations(fleet: Fleet, placement: Placement) -> list[str]:
         if max(used) > fleet.units:
             found.append(f"device {used.index(max(used))} uses {max(used)} of {fleet.units} units at {instant}")
     return found
+
+
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, use_solver: bool = True) -> Placed:
+    """Return the best placement found within a time, not longer than any of `starts` that keeps the memory.
+
+    Arguments:
+        fleet: the problem.
+        starts: choices to begin with.
+        seconds: time limit.
+        use_solver: use CP-SAT; without it, bounds are weak.
+
+    Raises:
+        InfeasiblePlanError: no placement keeps the memory; the message has the least that is enough.
+    """
+    begin = time.monotonic()
+    scheduler = Scheduler(fleet)
+    kept = [choices for choices in dict.fromkeys((*map(tuple, starts), *_uniform(fleet))) if fits(fleet, choices)]
+    if not kept and not use_solver:
+        raise InfeasiblePlanError(f"no placement was found that keeps the memory of {fleet.memory} bytes per device")
+    if use_solver:
+        from apollo_compile.planner import placement_model
+    if not kept:
+        least = placement_model.least_memory(fleet, seconds=seconds / 4)
+        memory = max(memory_of(fleet, least.choices))
+        if fleet.memory is not None and memory > fleet.memory:
+            raise InfeasiblePlanError(
+                f"no placement of {len(fleet.modules)} modules on {fleet.devices} devices keeps the memory of "
+                f"{fleet.memory} bytes per device: {'the least that is enough' if least.bound == memory else 'enough'} "
+                f"is {memory} bytes"
+            )
+        kept = [least.choices]
+    found = sorted((scheduler.best_of_orders(choices) for choices in kept), key=_makespan)
+    for turn, start in enumerate(found, 1):
+        deadline = begin + seconds * DESCENTS_SHARE * turn / len(found)
+        found[turn - 1] = _descend(scheduler, start, deadline)
+    best, bound = min(found, key=_makespan), _simple_bound(fleet)
+    if use_solver and bound < best.makespan:
+        count = sum(len(groups_of(fleet, m)) * m.devices for task in fleet.tasks for m in fleet.modules[task.module])
+        is_pool = count > MOST_INTERVALS
+        left = seconds * POOL_SHARE if is_pool else begin + seconds - time.monotonic()
+        outcome = placement_model.search(fleet, is_pool=is_pool, hint=best, bound=bound, seconds=max(0.1, left))
+        bound = outcome.bound
+        if outcome.choices and not is_pool:
+            best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=_makespan)
+    return Placed(placement=best, bound=min(bound, best.makespan))
+
+
+def _makespan(placement: Placement) -> int:
+    return placement.makespan
+
+
+def _uniform(fleet: Fleet) -> list[tuple[Choice, ...]]:
+    """Return choices in which all modules have about the same devices and units, from the first device on."""
+
+    def nearest(modes: Sequence[Mode], devices: int, units: int) -> int:
+        return min(
+            range(len(modes)), key=lambda index: (abs(modes[index].devices - devices), abs(modes[index].units - units))
+        )
+
+    kinds = {(mode.devices, mode.units) for modes in fleet.modules for mode in modes}
+    return [tuple((nearest(modes, *kind), 0) for modes in fleet.modules) for kind in sorted(kinds)]
+
+
+def _simple_bound(fleet: Fleet) -> int:
+    """Return the larger of the longest chain in the fastest modes and the least work over all devices."""
+    ends, ready = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
+    after: list[list[int]] = [[] for _ in fleet.tasks]
+    for arc in fleet.arcs:
+        after[arc.before].append(arc.after)
+    for task, work in enumerate(fleet.tasks):
+        ends[task] = ready[task] + min(work.durations)
+        for later in after[task]:
+            ready[later] = max(ready[later], ends[task])
+    least = sum(
+        min(
+            sum(task.durations[number] for task in fleet.tasks if task.module == index) * mode.devices * mode.units
+            for number, mode in enumerate(modes)
+        )
+        for index, modes in enumerate(fleet.modules)
+    )
+    return max(*ends, -(-least // (fleet.devices * fleet.units)))
+
+
+def _descend(scheduler: Scheduler, best: Placement, deadline: float) -> Placement:
+    """Return a placement that no other mode of one module makes shorter, each on its least loaded devices."""
+    fleet, before = scheduler.fleet, -1
+    while before != best.makespan and time.monotonic() < deadline:
+        before = best.makespan
+        for module, modes in enumerate(fleet.modules):
+            load = [0] * fleet.devices
+            for task in fleet.tasks:
+                number, first = best.choices[task.module]
+                mode = fleet.modules[task.module][number]
+                for device in range(first, first + mode.devices) if task.module != module else ():
+                    load[device] += task.durations[number] * mode.units
+            for number, mode in enumerate(modes):
+                first = min(groups_of(fleet, mode), key=lambda each: max(load[each : each + mode.devices]))
+                choices = (*best.choices[:module], (number, first), *best.choices[module + 1 :])
+                if fits(fleet, choices) and time.monotonic() < deadline:
+                    best = min(best, scheduler.schedule(choices, scheduler.critical_order(choices)), key=_makespan)
+    return best

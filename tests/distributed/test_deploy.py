@@ -81,6 +81,11 @@ def test_both_ranks_have_one_plan_with_the_graph_of_the_model(ranks: list[dict[s
     assert set(calls) == {"encoder", "reader", "reader#1", "code between the modules"}
 
 
+def test_outputs_that_no_code_read_are_there_too(ranks: list[dict[str, Any]]) -> None:
+    """On both ranks, with the numbers of one process."""
+    assert [rank["errors"]["unused"] for rank in ranks] == ["True", "True"]
+
+
 def test_the_link_is_measured_unless_it_is_given(ranks: list[dict[str, Any]]) -> None:
     """And times are."""
     given, measured = (ranks[0][kind]["plan"].deployment.cluster for kind in ("chain", "ten to one"))

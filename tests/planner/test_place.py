@@ -11,7 +11,6 @@ import pytest
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import placement_model
 from apollo_compile.planner.apart import place_apart
-from apollo_compile.planner.place import place
 from apollo_compile.planner.placement import (
     Arc,
     Choice,
@@ -23,6 +22,7 @@ from apollo_compile.planner.placement import (
     fits,
     groups_of,
     memory_of,
+    place,
     violations,
 )
 
