@@ -85,7 +85,7 @@ def train_deployed(model: nn.Module, batch: dict[str, torch.Tensor], folder: Pat
     )
     plan.move("encoder", first=0, devices=2).save(folder / "plan.json")
     edited = apollo_compile.DeploymentPlan.load(folder / "plan.json")
-    print(plan.diff(edited), edited.to_svg(), edited.to_dot())
+    print(plan.diff(edited), edited.to_svg())
     deployed: nn.Module = edited.apply(model)
     return edited.full_state_dict(deployed)
 
