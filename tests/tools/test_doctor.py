@@ -22,8 +22,7 @@ from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.store.profiles import ProfileState
 from apollo_compile.tools import doctor
-from apollo_compile.tools.doctor import Finding, Level, diagnose, is_fit, look
-from apollo_compile.tools.machine_facts import MachineFacts
+from apollo_compile.tools.doctor import Finding, Level, MachineFacts, diagnose, is_fit, look
 
 ROOT = Path(__file__).parents[2]
 
