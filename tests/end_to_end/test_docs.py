@@ -230,7 +230,6 @@ def test_the_landing_page_fits_on_few_screens() -> None:
 NEVER_WHOLE = {
     "benchmarks.arena": "needs an artifact of others; tests/benchmarks/test_arena.py",
     "benchmarks.gpu_suite": "needs a GPU; tests/benchmarks/gpu_suite/test_main.py",
-    "benchmarks.optimus": "takes a minute; tests/benchmarks/test_optimus.py",
     "benchmarks.sweep": "takes an hour; tests/benchmarks/test_sweep.py",
     "benchmarks.robustness": "reads what the sweep wrote; tests/benchmarks/test_sweep.py",
 }
