@@ -33,7 +33,6 @@ from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
 from apollo_compile.reports.words import (
     NOT_MEASURED_YET,
     NOTHING_YET,
-    OTHER_BATCHES,
     breaks_by_place,
     describe,
     describe_device,
@@ -95,7 +94,6 @@ def _template() -> jinja2.Template:
         NODE_WIDTH=NODE_WIDTH,
         NOTHING_YET=NOTHING_YET,
         NOT_MEASURED_YET=NOT_MEASURED_YET,
-        OTHER_BATCHES=OTHER_BATCHES,
         ROW=ROW,
         color_of_branches=color_of_branches,
         colors=COLORS,

@@ -182,26 +182,6 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
-    """Predicted times on another device or with another batch size."""
-
-    change: str
-    """Description of the change, e.g. `4 units`."""
-    units: int
-    serial_ns: int
-    predicted_ns: int
-    num_abreast: int
-    """Largest number of concurrent segments in the plan."""
-    batch: int | None = None
-    """Number of samples, if the change is the batch size."""
-
-    @property
-    def gain(self) -> float:
-        """Serial time over predicted time."""
-        return _ratio(self.serial_ns, self.predicted_ns)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSummary:
     """The device that a graph was planned for."""
 
@@ -210,17 +190,6 @@ class DeviceSummary:
     source: str
     """Source of its profile: see `apollo_compile.target.profile`."""
     units: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnsembleSummary:
-    """Independent segments that run the same code."""
-
-    names: tuple[str, ...]
-    apart_ns: int
-    """Least time that they take side by side, from formulas."""
-    batched_ns: int
-    """Time of one batched call in their place, on all units."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,9 +238,6 @@ class GraphSummary:
     peak_bytes: int
     """Planned peak of buffers between segments."""
     memory_quota: int | None
-    what_if: tuple[WhatIf, ...] = ()
-    ensembles: tuple[EnsembleSummary, ...] = ()
-    """Equal segments that one batched call could replace."""
     without_formula: tuple[str, ...] = ()
     """Operators whose work is their bytes alone."""
     is_deterministic: bool = False
@@ -303,11 +269,6 @@ class GraphSummary:
     def possible_gain(self) -> float:
         """Serial time over the bound: an upper limit of the gain of any plan."""
         return _ratio(self.serial_ns, self.bound_ns)
-
-    @property
-    def compares_batches(self) -> bool:
-        """Whether other batch sizes are among the comparisons."""
-        return any(row.batch is not None for row in self.what_if)
 
     @property
     def lanes_used(self) -> tuple[LaneSummary, ...]:

@@ -19,7 +19,6 @@ from apollo_compile.session.step.arguments import check_arguments
 from apollo_compile.session.step.loss import LossFunction, own_loss
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.split import split_evenly
-from apollo_compile.tools.what_if import what_if
 
 
 def explain_step(
@@ -33,8 +32,6 @@ def explain_step(
     keep_gradients: bool = False,
     split: Callable[[Any, int], Sequence[Any]] | None = None,
     options: Mapping[str, Any] | None = None,
-    units: Sequence[int] = (),
-    profiles: Sequence[str] = (),
 ) -> Report:
     """Return a report of the plan of a training step of `compile_step`, without training.
 
@@ -50,8 +47,6 @@ def explain_step(
         keep_gradients: as for `compile_step`.
         split: as for `compile_step`.
         options: as for `torch.compile(..., options=...)`.
-        units: numbers of units to compare with. Every comparison plans all graphs again.
-        profiles: device profiles to compare with, paths or packaged names.
 
     Raises:
         TargetError: `model` is not a module or cannot be copied, or the batch cannot be split; see `compile_step`.
@@ -73,16 +68,8 @@ def explain_step(
     )
     if found.compilation is None:
         detail = f"{Variant.LOOP}: {found.reason}"
-        return Report(
-            graphs=(),
-            fallbacks=(),
-            states=(State(graph="step", stage=Stage.FALLS_BACK, detail=detail),),
-        )
+        state = State(graph="step", stage=Stage.FALLS_BACK, detail=detail)
+        return Report(graphs=(), fallbacks=(), states=(state,))
     compilation = found.compilation
-    summary = summarize(
-        compilation,
-        Trace(),
-        what_if=what_if(compilation, config, units=units, profiles=profiles),
-    )
     state = planned_state(compilation.capture.name, None)  # predictions are checked for forwards and backwards alone
-    return Report(graphs=(summary,), fallbacks=(), states=(state,))
+    return Report(graphs=(summarize(compilation, Trace()),), fallbacks=(), states=(state,))
