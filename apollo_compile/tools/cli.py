@@ -34,11 +34,10 @@ from typing import TYPE_CHECKING, Any
 from apollo_compile import __version__
 from apollo_compile.config import load_config
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.errors import ApolloError, CallError, ConfigError
-from apollo_compile.json_form import to_json
-from apollo_compile.tools.argument_types import positive
+from apollo_compile.errors import ApolloError, CallError, ConfigError, PipelinePlanError
+from apollo_compile.json_form import parse, to_json
+from apollo_compile.tools.arguments import positive, split_target
 from apollo_compile.tools.cluster import ACTIONS
-from apollo_compile.tools.target_name import split_target
 from apollo_compile.units import format_ns, seconds_to_ns
 
 if TYPE_CHECKING:
@@ -473,15 +472,31 @@ def _sides(path: Path) -> tuple[Side, ...]:
 
 
 def _simulate_pipeline(args: argparse.Namespace) -> int:
+    from apollo_compile.distributed.pipeline.case import fill_case, read_case
+    from apollo_compile.distributed.pipeline.memory import peak_live
+    from apollo_compile.distributed.pipeline.text import format_steps
     from apollo_compile.reports.render_pipeline import render_pipeline_html, render_pipeline_trace
-    from apollo_compile.tools.simulate_pipeline import simulate_file
 
-    simulation = simulate_file(args.file)
+    try:
+        case = read_case(parse(args.file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise PipelinePlanError(f"{args.file} does not describe a pipeline: {error}") from error
+    steps = fill_case(case, args.file.stem)
     if args.html is not None:
-        args.html.write_text(render_pipeline_html(simulation.steps), encoding="utf-8")
+        args.html.write_text(render_pipeline_html(steps), encoding="utf-8")
     if args.trace is not None:
-        args.trace.write_text(json.dumps(render_pipeline_trace(simulation.steps)), encoding="utf-8")
-    print(json.dumps(simulation.facts) if args.json else simulation.text)
+        args.trace.write_text(json.dumps(render_pipeline_trace(steps)), encoding="utf-8")
+    facts = {
+        name: {
+            "step_ns": plan.step_ns,
+            "hidden_share": plan.hidden_share,
+            "live": peak_live(plan),
+            "replica_of": plan.replica_of,
+            "pauses": [pause._asdict() for pause in plan.pauses],
+        }
+        for name, plan in steps.by_name.items()
+    }
+    print(json.dumps(to_json(facts)) if args.json else format_steps(steps))
     return 0
 
 

@@ -342,7 +342,7 @@ def test_plan_diff_compares_dumps(
     plan = str(tmp_path / "first" / "0_0_forward" / "plan.json")
     assert main(["plan-diff", plan, plan, "--json"]) == 0
     (graph,) = json.loads(capsys.readouterr().out)["graphs"]
-    assert graph["name"] == "0/0 forward" and graph["num_waits"] == [None, None]
+    assert graph["before"] == graph["after"] and graph["before"]["name"] == "0/0 forward"
 
 
 def test_bench_prints_a_table_and_refuses_wrong_numbers(
