@@ -130,9 +130,3 @@ def test_clocks_have_to_agree(profiled_ns: int, is_met: bool, monkeypatch: pytes
     outcome = gpu_checks.markers_agree(gpu)  # type: ignore[arg-type]
     assert outcome.is_met is is_met
     assert outcome.text.endswith("the profiler tells lanes apart by context") and not gpu.races
-
-
-def test_code_for_processes_of_their_own_compiles() -> None:
-    """Where no GPU runs it."""
-    for code in (gpu_checks._ENDS_WITH_LANES, gpu_checks._HAS_A_REFUSED_CAPTURE):
-        compile(code, "process", "exec")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -204,37 +203,6 @@ def tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
     report.save_html(tmp_path / "report.html")
     opened = Tab(browser, tmp_path / "report.html", viewport={"width": 1280, "height": 900})
     yield opened.page
-    opened.close()
-
-
-def test_numbers_of_the_page_are_those_of_the_json(browser: Any, tmp_path: Path) -> None:
-    """Every row of every segment, and the times of the timelines, as the browser has them."""
-    report = full_report()
-    report.save_html(tmp_path / "report.html")
-    opened = Tab(browser, tmp_path / "report.html")
-    tables = opened.page.evaluate(
-        """() => {
-          const read = cell => 'v' in cell.dataset ? +cell.dataset.v : cell.innerText;
-          return [...document.querySelectorAll('[data-segments]')].map(table =>
-            [...table.tBodies[0].rows].map(row => [+row.dataset.s, ...[...row.cells].map(read)]));
-        }"""
-    )
-    graphs = json.loads(report.to_json())["report"]["graphs"]
-    for rows, graph in zip(tables, graphs, strict=True):
-        keys = ("id", "name", "lane", "units", "asked_units", "predicted_ns", "source", "measured_ns", "waited_ns")
-        assert rows == [[*(s[key] for key in keys), s["memory_bytes"], s["bottleneck"]] for s in graph["segments"]]
-    bars = opened.page.evaluate(
-        """() => [...document.querySelectorAll('section.graph')].map(s => [...s.querySelectorAll('.line')].map(
-             line => [line.dataset.line, +line.querySelector('b').dataset.v, [...line.querySelectorAll('.bar')].map(
-               bar => [+bar.dataset.s, ...bar.dataset.t.split(' ').map(Number)])]))"""
-    )
-    assert bars == [
-        [
-            [t["name"], t["duration_ns"], [[b["segment"], b["start_ns"], b["end_ns"]] for b in t["bars"]]]
-            for t in graph["timelines"]
-        ]
-        for graph in graphs
-    ]
     opened.close()
 
 

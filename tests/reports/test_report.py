@@ -17,8 +17,8 @@ from apollo_compile.reports.report import Report, merge_reports
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Bottleneck, Limit, Stage, State
 from apollo_compile.reports.words import describe, describe_state
-from benchmarks.graphs import WORKLOADS, load_graphs
-from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
+from benchmarks.graphs import WORKLOADS
+from tests.reports.reports import VERDICT, a_break, workload_report
 from tests.reports.test_summary import NOTHING, RUN, compilation, trace
 
 
@@ -399,14 +399,6 @@ def test_branches_of_one_graph_have_different_colours() -> None:
     assert found[3]["b0"] == found[1]["b0"]
     (many,) = color_of_branches(Report(graphs=(replace(summary, branches=tuple(map(str, range(20)))),), fallbacks=()))
     assert len(many) == 20 and set(many.values()) == set(range(len(COLORS)))
-
-
-def test_what_a_plan_of_one_unit_says() -> None:
-    """No lanes, no waits; the same forms."""
-    made = compile_graph(load_graphs()["clip_forward"], units=1)
-    report = Report(graphs=(summarize(made, invent_run(made)),), fallbacks=())
-    assert "1 lane" in str(report)
-    assert json.loads(report.to_json())["report"]["graphs"][0]["waits"] == []
 
 
 @pytest.mark.parametrize(
