@@ -95,7 +95,7 @@ def _render_lanes(graph: GraphSummary) -> str:
 def _render_segments(graph: GraphSummary) -> str:
     rows = [
         (
-            segment.name,
+            segment.title,
             segment.lane,
             f"{segment.units} of {segment.asked_units}",
             f"{format_ns(segment.predicted_ns)} {mark_source(segment.source)}".rstrip(),

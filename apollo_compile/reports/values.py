@@ -19,6 +19,9 @@ from apollo_compile.ir import Candidate, CostSource, GraphBreak, Origin, Role, V
 from apollo_compile.ir.text import format_count
 from apollo_compile.units import format_roughly
 
+MAX_NAMES = 3
+"""Number of modules that the title of a segment names."""
+
 
 class Bottleneck(enum.StrEnum):
     """Largest part of a segment's time."""
@@ -77,6 +80,18 @@ class SegmentSummary:
     """Segments that it depends on."""
     others: tuple[str, ...] = ()
     """Modules besides its own, and what is in it, that have an operation in the segment."""
+
+    @property
+    def title(self) -> str:
+        """Name with the other modules that it holds: `vision.embeddings + pre_layernorm`, `matmul (no module)`.
+
+        Modules around its own are left out, and of each name what it shares with the one before.
+        """
+        others = [other for other in self.others if not f"{self.module}.".startswith(f"{other}.")]
+        shown = [self.name if self.module else f"{self.name.removeprefix('~')} (no module)"]
+        shown += itertools.starmap(_without_shared, itertools.pairwise([self.module, *others]))
+        more = f" + {len(shown) - MAX_NAMES} more" if len(shown) > MAX_NAMES else ""
+        return " + ".join(shown[:MAX_NAMES]) + more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,6 +379,16 @@ def total_overlap_ns(one: Sequence[SegmentBar], other: Sequence[SegmentBar]) -> 
     """Return the summed overlap of bars of two branches, or of one branch if `one is other`."""
     pairs = itertools.combinations(one, 2) if one is other else itertools.product(one, other)
     return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in pairs)
+
+
+def _without_shared(before: str, name: str) -> str:
+    """Return the name of a module without the parts that it begins with as the other does; a number keeps its list."""
+    parts = name.split(".")
+    shared = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before.split("."), parts, strict=False))
+    )
+    first = min(shared, len(parts) - 1)
+    return ".".join(parts[first - (first > 0 and parts[first].isdecimal()) :])
 
 
 def _ratio(before: float, after: float) -> float:

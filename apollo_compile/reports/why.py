@@ -31,9 +31,10 @@ def explain_place(report: ModelSummary, name: str) -> str:
 
 
 def _find(graph: GraphSummary, name: str) -> list[SegmentSummary]:
-    """Return the segment with that name, or the segments of the module with that name."""
-    named = [segment for segment in graph.segments if segment.name == name]
-    return named or [s for s in graph.segments if s.module == name or s.module.startswith(f"{name}.")]
+    """Return the segment with that name or title, or the segments of that module, or those that hold it too."""
+    named = [segment for segment in graph.segments if name in (segment.name, segment.title)]
+    named = named or [s for s in graph.segments if s.module == name or s.module.startswith(f"{name}.")]
+    return named or [segment for segment in graph.segments if name in segment.others]
 
 
 def _explain(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name: str) -> str:

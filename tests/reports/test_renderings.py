@@ -73,8 +73,10 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
     graphs = json.loads(report.to_json())["report"]["graphs"]
     assert len(blocks) == len(page.graphs) == len(graphs) == 2
     counters, begin_ns = [], 0
-    for block, tiles, rows, graph in zip(blocks, page.graphs, page.rows, graphs, strict=True):
+    for block, tiles, rows, graph, summary in zip(blocks, page.graphs, page.rows, graphs, report.graphs, strict=True):
         lines = {line["name"]: line for line in graph["timelines"]}
+        titles = {segment.id: segment.title for segment in summary.segments}
+        table = [re.split(r"\s{2,}", line) for line in block.splitlines()]
         ran = lines["measured"]
         for title, value, shown in (
             ("Predicted", graph["predicted_ns"], format_ns(graph["predicted_ns"])),
@@ -97,8 +99,7 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
             assert rows["data-s", str(segment["id"])] == [
                 (segment[key], label) for key, label in zip(keys, shown, strict=True)
             ]
-            (line,) = [line for line in block.splitlines() if line.split()[:1] == [segment["name"]]]
-            words = re.split(r"\s{2,}", line)
+            (words,) = [words for words in table if words[0] == titles[segment["id"]]]
             assert words[1] == shown[0] and words[2] == f"{shown[1]} of {shown[2]}"
             assert words[3].rstrip(" *~") == shown[3] and words[4] == shown[4]
             assert words[-1] == segment["bottleneck"]

@@ -302,6 +302,29 @@ def test_why_answers_in_few_sentences() -> None:
     assert whole.why("embed").endswith("The graph now runs Inductor instead of its plan; see the verdict.")
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "others", "title"),
+    [
+        ("vision.embed", "vision.embed", (), "vision.embed"),
+        ("vision.embed#2", "vision.embed", ("vision.norm", "vision"), "vision.embed#2 + norm"),
+        ("text.norm", "text.norm", ("text.layers.5.fc", "head"), "text.norm + layers.5.fc + head"),
+        ("text.layers.5", "text.layers.5", ("text.layers.4.fc", "a", "b"), "text.layers.5 + layers.4.fc + a + 1 more"),
+        ("~mm_4", "", ("head",), "mm_4 (no module) + head"),
+    ],
+)
+def test_a_segment_is_named_after_all_modules_that_it_holds(
+    name: str, module: str, others: tuple[str, ...], title: str
+) -> None:
+    """In the text and on the page, where the full names are a tooltip; `why` answers for each of them."""
+    (graph,) = small().graphs
+    first = replace(graph.segments[0], name=name, module=module, others=others)
+    report = Report(graphs=(replace(graph, segments=(first, *graph.segments[1:])),), fallbacks=())
+    assert first.title == title
+    assert f"\n{title}  " in str(report) and f'aria-label="{title}, lane' in report.to_html()
+    for asked in {name, title, *others} - {"vision", "head"}:
+        assert report.why(asked).startswith(f"{name} runs in test")
+
+
 def test_why_of_an_unknown_name_lists_similar_ones() -> None:
     """And why graphs are not there at all."""
     report = replace(small(), fallbacks=(("1/0 forward", "dynamic shapes"),))
