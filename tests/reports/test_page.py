@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from apollo_compile.reports.glossary import GLOSSARY
-from apollo_compile.reports.render_html import NODE_HEIGHT, NODE_WIDTH, place_modules, place_ticks
+from apollo_compile.reports.render_html import NODE_HEIGHT, NODE_WIDTH, place_modules, place_ticks, time_scale
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
@@ -130,6 +130,18 @@ def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
         for one in net.nodes:
             assert 0 <= one.x <= net.width - NODE_WIDTH and 0 <= one.y <= net.height - 46
             assert not any(one.x == x and 0 < abs(one.y - y) < 46 for x, y in spots)
+
+
+@pytest.mark.parametrize(("factor", "shown"), [(1.0, 1.0), (1.4, 1.4), (9.0, 1.5)])
+def test_a_disturbed_run_does_not_stretch_the_axis(factor: float, shown: float) -> None:
+    """It is cut, and says so; the plans keep most of the width."""
+    (graph,) = Report(graphs=(summarize(compilation(), RUN),), fallbacks=()).graphs
+    longest = max(line.duration_ns for line in graph.timelines[:2])
+    run = replace(graph.latest, duration_ns=round(factor * longest))
+    disturbed = replace(graph, timelines=(*graph.timelines[:2], run))
+    assert time_scale(disturbed) == round(shown * longest)
+    page = Report(graphs=(disturbed,), fallbacks=()).to_html()
+    assert ("; cut at " in page) is ('class="lanes cut"' in page) is (factor > shown)
 
 
 def points_of(path: str) -> Iterator[tuple[float, float]]:
