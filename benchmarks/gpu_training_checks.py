@@ -20,7 +20,7 @@ from apollo_compile.device.gpu.run.gpu import TorchGpu
 from apollo_compile.ir import Role
 from apollo_compile.session import registry
 from apollo_compile.units import format_bytes
-from benchmarks.harness.outcome import Outcome
+from benchmarks.harness.gpu_lanes import Outcome
 from benchmarks.workloads.gpu import SHAPES, build_gpu_workload
 
 OPTIONS = {

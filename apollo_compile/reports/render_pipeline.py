@@ -22,16 +22,14 @@ from apollo_compile.distributed.pipeline.bubbles import bubbles_of
 from apollo_compile.distributed.pipeline.values import Bar, FilledPlan, Kind, PipelineSteps
 from apollo_compile.reports.colors import COLORS
 from apollo_compile.reports.render_html import ROW, make_ticks, percent_of, read_asset
-from apollo_compile.units import NS_PER_US, format_ns
+from apollo_compile.reports.render_trace import counter_events, name_tracks, slice_event
+from apollo_compile.units import format_ns
 
 MAX_BLOCKS = 1500
 """Approximate limit of bars of one step on a page; with more, short bars are merged."""
 
 COARSEST = 250
 """Number of blocks that fit into the width of a page."""
-
-_THREADS = 100_000
-"""Thread ids per process; more than a step has devices."""
 
 
 class Look(NamedTuple):
@@ -201,61 +199,29 @@ def render_pipeline_trace(steps: PipelineSteps) -> dict[str, Any]:
     """Return the trace as plain data."""
     events: list[dict[str, Any]] = []
     for process, (name, plan) in enumerate(steps.by_name.items(), 1):
-        events.append(_metadata("process_name", process, 0, {"name": name}))
-        events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
-        for device in range(plan.num_devices):
-            events.append(_metadata("thread_name", process, device, {"name": label_of(plan, device)}))
-            events.append(_metadata("thread_sort_index", process, device, {"sort_index": device}))
+        events += name_tracks(process, name, {device: label_of(plan, device) for device in range(plan.num_devices)})
         bubbles = bubbles_of(plan.bars, plan.num_devices, plan.schedule.num_ranks, plan.step_ns)
         for device, bars in enumerate(bars_by_device(plan)):
             events += [_slice(plan, process, device, bar) for bar in bars]
             for start_ns, end_ns in bubbles[device]:
-                events.append(_event("bubble", "bubble", process, device, start_ns, end_ns))
-        events += _idle_counter(process, bubbles)
+                events.append(slice_event("bubble", "bubble", process, device, start_ns, end_ns))
+        events += counter_events("devices", "idle", process, _idle_devices(bubbles))
     return {"traceEvents": events, "otherData": {"producer": "apollo_compile"}}
 
 
 def _slice(plan: FilledPlan, process: int, device: int, bar: Bar) -> dict[str, Any]:
-    event = _event(_name(plan, bar), LOOKS[_LOOK[bar.op.kind]].label, process, device, bar.start_ns, bar.end_ns)
+    event = slice_event(_name(plan, bar), LOOKS[_LOOK[bar.op.kind]].label, process, device, bar.start_ns, bar.end_ns)
     event["args"] = {"microbatch": bar.op.microbatch, "stage": bar.op.stage}
     if bar.op.is_encoder:
         event["args"] |= {"segment": bar.op.segment, "segments": bar.num_segments}
     return event
 
 
-def _event(name: str, category: str, process: int, device: int, start_ns: int, end_ns: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": process,
-        "tid": _thread(process, device),
-        "ts": start_ns / NS_PER_US,
-        "dur": (end_ns - start_ns) / NS_PER_US,
-    }
-
-
-def _idle_counter(process: int, bubbles: Sequence[Sequence[tuple[int, int]]]) -> Iterator[dict[str, Any]]:
+def _idle_devices(bubbles: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+    """Yield the changes of the number of idle devices: (nanoseconds, devices)."""
     changes: dict[int, int] = defaultdict(int)
     for start_ns, end_ns in itertools.chain.from_iterable(bubbles):
         changes[start_ns] += 1
         changes[end_ns] -= 1
-    idle = 0
-    for time_ns in sorted(changes):
-        idle += changes[time_ns]
-        yield {
-            "name": "devices",
-            "ph": "C",
-            "pid": process,
-            "tid": _thread(process, 0),
-            "ts": time_ns / NS_PER_US,
-            "args": {"idle": idle},
-        }
-
-
-def _metadata(name: str, process: int, device: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": process, "tid": _thread(process, device), "args": args}
-
-
-def _thread(process: int, device: int) -> int:
-    return process * _THREADS + device
+    times = sorted(changes)
+    return zip(times, itertools.accumulate(changes[time_ns] for time_ns in times), strict=True)

@@ -367,9 +367,6 @@ BY_HAND, TRACED, TRACED_GRAPHED = "captured by hand", "traced whole", "traced wh
 BASELINES = (INDUCTOR, REDUCE_OVERHEAD, MAX_AUTOTUNE)
 """The fastest of these is what speed-ups are over."""
 
-WHOLE_RIVALS = (BY_HAND, TRACED, TRACED_GRAPHED)
-"""Whole steps of others."""
-
 _GRAPHS = {"triton.cudagraphs": True}
 
 VARIANTS: Mapping[str, Variant] = {
