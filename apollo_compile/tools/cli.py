@@ -474,8 +474,8 @@ def _sides(path: Path) -> tuple[Side, ...]:
 def _simulate_pipeline(args: argparse.Namespace) -> int:
     from apollo_compile.distributed.pipeline.case import fill_case, read_case
     from apollo_compile.distributed.pipeline.memory import peak_live
+    from apollo_compile.distributed.pipeline.picture import render_html, render_trace
     from apollo_compile.distributed.pipeline.text import format_steps
-    from apollo_compile.reports.render_pipeline import render_pipeline_html, render_pipeline_trace
 
     try:
         case = read_case(parse(args.file.read_text(encoding="utf-8")))
@@ -483,9 +483,9 @@ def _simulate_pipeline(args: argparse.Namespace) -> int:
         raise PipelinePlanError(f"{args.file} does not describe a pipeline: {error}") from error
     steps = fill_case(case, args.file.stem)
     if args.html is not None:
-        args.html.write_text(render_pipeline_html(steps), encoding="utf-8")
+        args.html.write_text(render_html(steps), encoding="utf-8")
     if args.trace is not None:
-        args.trace.write_text(json.dumps(render_pipeline_trace(steps)), encoding="utf-8")
+        args.trace.write_text(json.dumps(render_trace(steps)), encoding="utf-8")
     facts = {
         name: {
             "step_ns": plan.step_ns,

@@ -5,7 +5,8 @@
 Ranks are rows of the page and tracks of the trace; where an encoder is split over fewer devices than a stage, every
 column of a rank has a row. The page merges consecutive short bars into one block, so that its size is bounded. The
 trace has every operation, every run of encoder segments (nested in an operation, if it runs inside one), every
-remaining bubble, and a counter of idle devices. Note [traces for Perfetto] in `render_trace.py` applies here too.
+remaining bubble, and a counter of idle devices. Note [traces for Perfetto] of
+`reports/render_trace.py` applies here too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib import resources
 from typing import Any, NamedTuple
 
 import jinja2
@@ -50,7 +52,7 @@ _MIXED = 2
 _LOOK = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.ENCODER_FORWARD: 3, Kind.ENCODER_BACKWARD: 4}
 
 
-def render_pipeline_html(steps: PipelineSteps) -> str:
+def render_html(steps: PipelineSteps) -> str:
     """Return the page; it needs no network and no other file."""
     plans = list(steps.by_name.values())
     return _template().render(
@@ -80,7 +82,7 @@ def _template() -> jinja2.Template:
         ticks=make_ticks,
         where=percent_of,
     )
-    return environment.from_string(read_asset("pipeline.html"))
+    return environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 
 def label_of(plan: FilledPlan, device: int) -> str:
@@ -195,7 +197,7 @@ def _name(plan: FilledPlan, bar: Bar) -> str:
 # ------------------------------------------------------------------------------------------------------------ the trace
 
 
-def render_pipeline_trace(steps: PipelineSteps) -> dict[str, Any]:
+def render_trace(steps: PipelineSteps) -> dict[str, Any]:
     """Return the trace as plain data."""
     events: list[dict[str, Any]] = []
     for process, (name, plan) in enumerate(steps.by_name.items(), 1):
