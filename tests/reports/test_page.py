@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from apollo_compile.reports.glossary import GLOSSARY
-from apollo_compile.reports.render_html import NODE_HEIGHT, NODE_WIDTH, place_modules, place_ticks, time_scale
+from apollo_compile.reports.render_html import NODE_HEIGHT, NODE_WIDTH, make_ticks, place_modules, time_scale
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
@@ -120,7 +120,7 @@ def test_a_notebook_shows_the_page_in_a_frame() -> None:
 def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
     """On every saved graph."""
     for graph in workload_report(workload).graphs:
-        ticks = place_ticks(graph)
+        ticks = make_ticks(time_scale(graph))
         assert 4 <= sum(not tick.is_minor for tick in ticks) <= 10
         places = [float(tick.place.removesuffix("%")) for tick in ticks]
         assert places == sorted(places) and places[-1] < 100
