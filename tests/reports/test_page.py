@@ -239,6 +239,16 @@ def test_pointing_at_a_segment_shows_its_numbers(tab: Any) -> None:
     assert not tip.is_visible() and tab.locator(".bar.needs").count() == 0
 
 
+def test_a_tap_shows_the_numbers_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    """Where nothing can be pointed at."""
+    full_report().save_html(tmp_path / "report.html")
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    opened = Tab(browser, tmp_path / "report.html", **phone)
+    opened.page.locator(".line[data-line=measured] .bar").first.tap()
+    opened.page.wait_for_function("!document.getElementById('tip').hidden")
+    opened.close()
+
+
 def test_zoom_widens_every_timeline_around_the_same_time(tab: Any) -> None:
     """With buttons, with keys, and back."""
     bar = tab.locator(".line[data-line=predicted] .bar[data-s='1']")
