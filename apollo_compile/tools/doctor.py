@@ -24,8 +24,9 @@ from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.errors import ConfigError, PlanFileError
 from apollo_compile.progress import Progress
+from apollo_compile.store.files import FileState
 from apollo_compile.store.plan_file import read_plans
-from apollo_compile.store.profiles import ProfileState, cached_profile_path, inspect_profile
+from apollo_compile.store.profiles import cached_profile_path, inspect_profile
 from apollo_compile.target.findings import Finding, Level
 from apollo_compile.tools.machine_facts import MachineFacts
 
@@ -242,15 +243,15 @@ def _profile(facts: MachineFacts) -> list[Finding]:
     match facts.profile:
         case None:
             return []
-        case ProfileState.CURRENT:
-            return [Finding(level=Level.OK, subject="device profile", message=f"{where}, {facts.profile_detail}")]
-        case ProfileState.SCALED:
+        case FileState.CURRENT if facts.profile_detail == "scaled":
             message = f"{where} is the packaged profile, scaled by a quick measurement"
             return [Finding(level=Level.NOTE, subject="device profile", message=message, advice=advice)]
-        case ProfileState.MISSING:
+        case FileState.CURRENT:
+            return [Finding(level=Level.OK, subject="device profile", message=f"{where}, {facts.profile_detail}")]
+        case FileState.MISSING:
             message = "this machine is not measured yet: the packaged profile will be scaled"
             return [Finding(level=Level.NOTE, subject="device profile", message=message, advice=advice)]
-        case ProfileState.STALE | ProfileState.DAMAGED:
+        case FileState.STALE | FileState.DAMAGED:
             message = f"{where} is {facts.profile.value} ({facts.profile_detail})"
             return [Finding(level=Level.WARNING, subject="device profile", message=message, advice=advice)]
 
@@ -322,7 +323,7 @@ def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Machin
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     threads = _threads() if is_usable else None
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    state: ProfileState | None = None
+    state: FileState | None = None
     path, detail = None, ""
     if config is not None and is_usable:
         config_problem = _profile_problem(config) if native_problem is None else None
@@ -504,13 +505,13 @@ def _units(allowed: int, threads: int | None) -> int:
         return min(allowed, threads or allowed)
 
 
-def _look_at_profile(config: Config, units: int) -> tuple[ProfileState, Path, str]:
+def _look_at_profile(config: Config, units: int) -> tuple[FileState, Path, str]:
     if config.device.profile is not None:
-        return ProfileState.CURRENT, config.device.profile, "named by APOLLO_PROFILE"
+        return FileState.CURRENT, config.device.profile, "named by APOLLO_PROFILE"
     assert config.device.cache is not None, "load_config fills it in"
     path = cached_profile_path(config.device.cache, units)
     found = inspect_profile(path, machine_fingerprint(units))
-    return found.state, path, found.detail
+    return found.state, path, found.detail if found.content is None else found.content.source
 
 
 def _try_compiler(compiler: str) -> str | None:

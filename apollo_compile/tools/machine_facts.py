@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from apollo_compile.store.profiles import ProfileState
+from apollo_compile.store.files import FileState
 from apollo_compile.target.findings import Finding
 
 
@@ -42,9 +42,10 @@ class MachineFacts:
     """Threads that torch uses."""
     has_openmp: bool | None = None
     """Whether torch was built with OpenMP."""
-    profile: ProfileState | None = None
+    profile: FileState | None = None
     profile_path: Path | None = None
     profile_detail: str = ""
+    """Source of the profile, or why it cannot be used."""
     cache: Path | None = None
     cache_problem: str | None = None
     """Why the cache directory cannot be written; None if it can."""
