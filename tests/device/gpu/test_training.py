@@ -248,27 +248,6 @@ def test_a_training_loop_is_as_in_eager(compiler: Compiler, loop: Callable[..., 
     compiler.check(replays=replays)
 
 
-def test_a_graph_that_is_kept_is_not_overwritten_by_copied_gradients(compiler: Compiler) -> None:
-    """Such a backward shares memory with its forward; where the forward is gone through again, it is launched."""
-    model = TwoTowers(depth=1)
-    run, made, inputs = warmed_up(compiler, model)
-    held = []
-    for _ in range(2):  # so that gradients are copied out
-        made.zero_grad(set_to_none=True)
-        run(*inputs).square().mean().backward()
-        held.append([parameter.grad for parameter in made.parameters()])
-    _, backward = compiler.executables
-    replays = backward.num_replays
-    for module, call in ((model, model), (made, run)):
-        module.zero_grad(set_to_none=True)
-        loss = call(*inputs).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same_gradients(model, made)
-    assert backward.num_replays == replays + 1, "the last backward may overwrite"
-    compiler.check()
-
-
 @pytest.mark.parametrize("moves", (True, False), ids=("replaced", "kept"))
 def test_hooks_on_saved_tensors_leave_the_forward_a_cuda_graph(
     compiler: Compiler, caplog: pytest.LogCaptureFixture, moves: bool
@@ -289,38 +268,6 @@ def test_hooks_on_saved_tensors_leave_the_forward_a_cuda_graph(
     lines = [record.message for record in caplog.records if "saved_tensors_hooks" in record.message]
     forward, backward = compiler.executables
     assert (forward.num_replays, backward.num_replays, len(lines)) == (4, 0, 1)
-    compiler.check()
-
-
-def test_averaged_weights_are_swapped_in_for_validation(compiler: Compiler) -> None:
-    """Without a copy: validation has a CUDA graph for the weights at either place, and training has its own."""
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    made = copy.deepcopy(model)
-    averaged = {name: parameter.detach() * 0.5 for name, parameter in made.named_parameters()}
-    run = torch.compile(made, backend=compiler)
-    eager = copy.deepcopy(model)
-
-    def swap() -> None:
-        for name, parameter in made.named_parameters():
-            parameter.data, averaged[name] = averaged[name], parameter.data
-
-    launched = []
-    for _ in range(6):
-        for _ in range(2):
-            made.zero_grad(set_to_none=True)
-            model.zero_grad(set_to_none=True)
-            run(*inputs).square().mean().backward()
-            model(*inputs).square().mean().backward()
-            assert_same_gradients(model, made)
-        for _ in range(2):
-            with torch.no_grad():
-                for parameter, other in zip(eager.parameters(), made.parameters(), strict=True):
-                    parameter.copy_(other)
-                torch.testing.assert_close(run(*inputs), eager(*inputs), rtol=1e-4, atol=1e-4)
-            swap()
-        launched.append(sum(each.num_launches for each in compiler.executables))
-    assert launched[3:] == 3 * launched[3:4]
-    assert [each.num_captures for each in compiler.executables] == [1, 1, 2]
     compiler.check()
 
 

@@ -267,35 +267,6 @@ def test_variants_of_a_model_overlay_each_other(gpu: FakeGpu) -> None:
     assert (first_back.num_launches, second_back.num_launches) == (2, 3)
 
 
-def test_a_backward_follows_its_forward_to_new_addresses(gpu: FakeGpu) -> None:
-    """Both are captured again, in the same memory; the backward is right all along."""
-    pair = forward, backward = make_pair(gpu)
-    for _ in range(2):
-        weight = torch.randn(4)
-        for _ in range(5):
-            step(pair, weight)
-    assert (forward.num_captures, backward.num_captures) == (2, 2)
-    assert len({each.pool for each in gpu.recordings}) == 1 and len(gpu.recordings) == 4
-
-
-def test_a_backward_of_a_forward_on_lanes_runs_on_lanes(gpu: FakeGpu) -> None:
-    """Its saved tensors are in memory that will be used for something else."""
-    forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
-    for _ in range(3):
-        step((forward, backward), weight)
-    _, first = forward.run([torch.randn(4), weight])
-    _, second = forward.run([torch.randn(4), weight])
-    assert first is not None and second is not None
-    replays = backward.num_replays
-    expected = second.clone()
-    assert torch.equal(backward.run([second, weight, torch.zeros(4)])[1], expected)  # type: ignore[arg-type]
-    assert backward.num_replays == replays
-    expected = first.clone()
-    assert torch.equal(backward.run([first, weight, torch.zeros(4)])[1], expected)  # type: ignore[arg-type]
-    assert backward.num_replays == replays + 1
-
-
 def test_a_failed_capture_is_told_once_and_lanes_stay(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     """With `strict`, it is raised."""
     gpu.fail_capture = RuntimeError("operation not permitted when stream is capturing")
@@ -512,14 +483,6 @@ def test_replays_from_different_streams_take_turns(gpu: FakeGpu) -> None:
     gpu.caller = "another stream"
     executable.run([torch.randn(4), weight])
     assert gpu.log == [("record", CALLER), ("wait", "another stream"), ("copy", "1"), ("replay",), ("copy", "1")]
-
-
-def test_streams_of_the_caller_may_change(gpu: FakeGpu) -> None:
-    """Lanes fork from whatever it is."""
-    executable = two_towers(gpu)
-    gpu.caller = "another stream"
-    executable.run([torch.randn(4), torch.randn(4)])
-    assert ("record", "another stream") in gpu.log and ("record", CALLER) not in gpu.log
 
 
 def test_a_profile_has_the_names_of_segments_and_of_replays(gpu: FakeGpu) -> None:
