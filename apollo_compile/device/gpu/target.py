@@ -1,4 +1,4 @@
-"""A GPU as a target: lanes are streams of green contexts, replayed as CUDA graphs.
+"""A GPU as a target: lanes are streams, and programs are replayed as CUDA graphs.
 
 GpuTarget(gpu, profile, config, device=...) -> Target
 """
