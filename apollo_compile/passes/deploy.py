@@ -309,8 +309,8 @@ def _to_fleet(work: StepWork, cluster: Cluster) -> Fleet:
             return seconds_to_ns(seconds) + state.update_ns
         call = work.calls[call_of[name]]
         own, sent = (call.forward_ns, call.sent_bytes) if kind == "forward" else (call.backward_ns, call.returned_bytes)
-        if sent and cluster.devices > 1:  # the devices of the group send their parts one after the other
-            seconds = devices * send_seconds(sent / devices, cluster.link)
+        if sent and cluster.devices > 1:  # all parts begin at once, and every device receives all of them
+            seconds = send_seconds(sent, cluster.link)
         return own[index] + seconds_to_ns(seconds)
 
     tasks = []

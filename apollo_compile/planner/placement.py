@@ -23,8 +23,8 @@ from typing import NamedTuple, TypeAlias
 
 from apollo_compile.errors import InfeasiblePlanError
 
-DESCENTS_SHARE, POOL_SHARE = 0.5, 0.25
-"""Shares of the time: for descents, at most, and for CP-SAT on the pool, whose bound soon stays the same."""
+DESCENTS_SHARE = 0.5
+"""Largest share of the time for descents."""
 
 MOST_INTERVALS = 6_000
 """Intervals on devices up to which CP-SAT places modules in useful time."""
@@ -286,8 +286,8 @@ def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, u
     if use_solver and bound < best.makespan:
         count = sum(len(groups_of(fleet, m)) * m.devices for task in fleet.tasks for m in fleet.modules[task.module])
         is_pool = count > MOST_INTERVALS
-        left = seconds * POOL_SHARE if is_pool else begin + seconds - time.monotonic()
-        outcome = placement_model.search(fleet, is_pool=is_pool, hint=best, bound=bound, seconds=max(0.1, left))
+        left = max(0.1, begin + seconds - time.monotonic())
+        outcome = placement_model.search(fleet, is_pool=is_pool, hint=best, bound=bound, seconds=left)
         bound = outcome.bound
         if outcome.choices and not is_pool:
             best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=attrgetter("makespan"))
