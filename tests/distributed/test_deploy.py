@@ -73,11 +73,11 @@ def test_modules_of_other_devices_take_no_memory(ranks: list[dict[str, Any]], ki
 
 
 def test_both_ranks_have_one_plan_with_the_graph_of_the_model(ranks: list[dict[str, Any]]) -> None:
-    """Readers are found through the code between modules."""
+    """A call reads what it is given, and comes after code between the modules that read more."""
     for kind in work.KINDS:
         assert ranks[0][kind]["plan"] == ranks[1][kind]["plan"]
     calls = {call.name: call for call in ranks[0]["chain"]["plan"].deployment.work.calls}
-    assert calls["reader"].inputs == ("encoder",) and calls["reader#1"].inputs == ()
+    assert calls["encoder"].inputs == () and calls["reader"].inputs == calls["reader#1"].inputs == ("encoder",)
     assert set(calls) == {"encoder", "reader", "reader#1", "code between the modules"}
 
 
@@ -158,5 +158,10 @@ def test_what_a_small_module_passes_on_is_read_too() -> None:
     }
     assert shares == {
         0.02: {"encoder": (), "reader": ("encoder",), REST: ("encoder", "reader")},
-        0.0: {"encoder": (), "small": ("encoder",), "reader": ("small",), REST: ("encoder", "small", "reader")},
+        0.0: {
+            "encoder": (),
+            "small": ("encoder",),
+            "reader": ("encoder", "small"),
+            REST: ("encoder", "small", "reader"),
+        },
     }
