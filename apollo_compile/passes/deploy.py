@@ -23,7 +23,7 @@ Leaves the times of calls to its caller. Tensor parallelism inside a group is no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, send_seconds
@@ -382,40 +382,32 @@ def _waves(work: StepWork, fleet: Fleet) -> tuple[tuple[Choice, ...], Fleet]:
 
 def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
     """Return disjoint groups: the module that takes longest gets more devices as long as there are some."""
-    chosen = {module: _best(fleet, module, range(len(fleet.modules[module]))) for module in members}
+    sizes: dict[int, list[tuple[int, int]]] = {}
+    """By module, the numbers of devices that it may have, the smallest first, each with its mode with most units."""
+    for module in members:
+        modes = sorted((mode.devices, mode.units, number) for number, mode in enumerate(fleet.modules[module]))
+        sizes[module] = list({devices: number for devices, _, number in modes}.items())
+    at = dict.fromkeys(members, 0)
 
-    def time_of(module: int, number: int) -> int:
-        return sum(task.durations[number] for task in fleet.tasks if task.module == module)
+    def time_of(module: int, index: int) -> int:
+        return sum(task.durations[sizes[module][index][1]] for task in fleet.tasks if task.module == module)
 
-    def devices_of(module: int) -> int:
-        return fleet.modules[module][chosen[module]].devices
+    def can_grow(module: int) -> bool:
+        free, larger = fleet.devices - sum(sizes[each][at[each]][0] for each in members), at[module] + 1
+        return (
+            larger < len(sizes[module])
+            and sizes[module][larger][0] - sizes[module][at[module]][0] <= free
+            and time_of(module, larger) < time_of(module, at[module])
+        )
 
-    while True:
-        free = fleet.devices - sum(map(devices_of, members))
-        larger: dict[int, int] = {}
-        for module in members:
-            able = [
-                number
-                for number, mode in enumerate(fleet.modules[module])
-                if 0 < mode.devices - devices_of(module) <= free
-                and time_of(module, number) < time_of(module, chosen[module])
-            ]
-            if able:
-                larger[module] = _best(fleet, module, able)
-        if not larger:
-            break
-        slowest = max(larger, key=lambda module: (time_of(module, chosen[module]), -module))
-        chosen[slowest] = larger[slowest]
+    while able := [module for module in members if can_grow(module)]:
+        at[max(able, key=lambda module: (time_of(module, at[module]), -module))] += 1
     found, first = {}, 0
-    for module in sorted(members, key=lambda each: (-devices_of(each), each)):  # so all groups are aligned
-        found[module] = (chosen[module], first)
-        first += devices_of(module)
+    for module in sorted(members, key=lambda each: (-sizes[each][at[each]][0], each)):  # so all groups are aligned
+        devices, mode = sizes[module][at[module]]
+        found[module] = (mode, first)
+        first += devices
     return found
-
-
-def _best(fleet: Fleet, module: int, modes: Iterable[int]) -> int:
-    """Return the mode with the fewest devices, and of these with the most units."""
-    return min(modes, key=lambda each: (fleet.modules[module][each].devices, -fleet.modules[module][each].units))
 
 
 # ------------------------------------------------------------------------------------------------------- to the result

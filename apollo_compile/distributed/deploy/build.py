@@ -3,7 +3,7 @@
     deploy(model, batch, mesh=..., loss_fn=...) -> DeploymentPlan
 
     trace_step(model, batch, loss_fn, names) -> Trace       which modules read whose outputs
-    measure(pieces_of(...), group, device) -> times         of every module, forward and backward
+    measure(model, pieces, group, device) -> times         of every module, forward and backward
     work_of(model, trace, times, cluster, ...) -> StepWork  what the planner gets
 
 Every module is timed alone, with the samples that a device of each size of group would have, on all ranks at the same
@@ -98,7 +98,7 @@ def deploy(
         trace = trace_step(model, batch, loss_fn, names)
         device = trace.device
         pieces = pieces_of(model, batch, loss_fn, trace, size, optimizer_states)
-        times = measure(pieces, group, device)
+        times = measure(model, pieces, group, device)
         if link is None:
             link = _measure_link(group, device) if size > 1 else Link(0.0, 1.0)
         is_cuda = device.type == "cuda"
@@ -279,7 +279,6 @@ class Piece(NamedTuple):
     """Work to time: a forward, and the backward of what it returns."""
 
     work: Callable[[], Any]
-    parameters: tuple[nn.Parameter, ...]
     is_alone: bool
     """Whether a rank would run it alone; else the slowest rank of every repetition counts."""
 
@@ -297,16 +296,14 @@ def pieces_of(
     optimizer_states: int,
 ) -> dict[Hashable, Piece]:
     """Return what is timed: the step, calls by name and number of devices that divide the samples, updates."""
-    pieces: dict[Hashable, Piece] = {
-        REST: Piece(lambda: loss_fn(_call(model, batch)), tuple(model.parameters()), is_alone=True)
-    }
+    pieces: dict[Hashable, Piece] = {REST: Piece(lambda: loss_fn(_call(model, batch)), is_alone=True)}
     for record in trace.calls:
-        pieces["update", record.module_name] = Piece(_update_of(record.module, optimizer_states), (), is_alone=True)
+        pieces["update", record.module_name] = Piece(_update_of(record.module, optimizer_states), is_alone=True)
         for devices in group_sizes(size):
             if devices == 1 or _is_divisible(record, trace.samples, devices):
                 args, kwargs = _first_part((record.args, record.kwargs), trace.samples, devices)
                 work = functools.partial(record.module, *args, **kwargs)
-                pieces[record.name, devices] = Piece(work, tuple(record.module.parameters()), is_alone=devices == 1)
+                pieces[record.name, devices] = Piece(work, is_alone=devices == 1)
     return pieces
 
 
@@ -342,7 +339,9 @@ def _first_part(tree: Any, samples: int, devices: int) -> Any:
     return map_tensors(cut, tree)
 
 
-def measure(pieces: Mapping[Hashable, Piece], group: dist.ProcessGroup | None, device: torch.device) -> Times:
+def measure(
+    model: nn.Module, pieces: Mapping[Hashable, Piece], group: dist.ProcessGroup | None, device: torch.device
+) -> Times:
     """Return the median times of pieces, on all ranks of a group at once; they take turns, so that noise is fair."""
     watch = Stopwatch(device)
 
@@ -359,8 +358,7 @@ def measure(pieces: Mapping[Hashable, Piece], group: dist.ProcessGroup | None, d
         elif turn >= WARM_UPS + LEAST and slowest([time.monotonic() - begin]).item() > BUDGET_S * len(pieces):
             break
         for key, piece in pieces.items():
-            for parameter in piece.parameters:
-                parameter.grad = None
+            model.zero_grad()
             if group is not None:
                 dist.barrier(group=group)
             watch.begin()
