@@ -51,8 +51,8 @@ REST = "code between the modules"
 """Name of what runs on every rank: the model's own code, small modules and the loss."""
 
 LEAST_GAIN = 0.1
-"""Share of the step of data parallelism by which another measured plan has to be predicted shorter. It covers most of
-the error of predictions: of two deployments of one model, they are off against each other by up to 15 %."""
+"""Share of the step of data parallelism by which another measured plan has to be predicted shorter: ratios of two
+predictions have errors of a few percent on a quiet machine, and more on a busy one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
