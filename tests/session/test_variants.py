@@ -12,14 +12,14 @@ import torch
 from apollo_compile.ir import Variant
 from apollo_compile.session.variants import Variants
 from apollo_compile.target.compilation import Compilation
-from apollo_compile.target.target import Code, CompiledBody, Target, Unsegmented
+from apollo_compile.target.target import Code, CompiledBody, Target
 from tests.reports.test_summary import compilation
 
 CODE = Code(bodies=(CompiledBody(function=lambda inputs: inputs),))
 
 
 @dataclass(eq=False)
-class Program(Unsegmented):
+class Program:
     """Answers with its own name."""
 
     name: str
