@@ -54,7 +54,7 @@ def plan_jobs(
     def attempt(weight: float, longest_first: bool, bias: Sequence[float]) -> tuple[float, Schedule]:
         policy = Apollo(cluster, jobs, weight=weight, longest_first=longest_first, bias=bias)
         schedule = simulate(cluster, jobs, policy)
-        return value_of(schedule, objective), schedule
+        return schedule.makespan_s if objective == "makespan" else schedule.mean_completion_s, schedule
 
     bias = [1.0] * len(jobs)
     orders = (False, True) if objective == "makespan" else (False,)
@@ -80,11 +80,6 @@ def plan_jobs(
         mean_completion_s=best.mean_completion_s,
         samples_per_s=best.samples_per_s,
     )
-
-
-def value_of(schedule: Schedule, objective: Objective) -> float:
-    """Return what the objective minimizes."""
-    return schedule.makespan_s if objective == "makespan" else schedule.mean_completion_s
 
 
 def bound_of(cluster: Cluster, jobs: Sequence[Job], objective: Objective) -> float:

@@ -125,6 +125,8 @@ class _Run:
         return self._ended
 
     def _start(self, placement: Placement) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         nodes = self._plan.cluster.of_kind(placement.gang.kind)
         names = (placement.gang.kind, "GPU") if nodes is not None and nodes.gpu else (placement.gang.kind,)
         bundles = [dict.fromkeys(names, float(devices)) for _, devices in placement.nodes]
@@ -133,7 +135,16 @@ class _Run:
         group = self._ray.util.placement_group(bundles, strategy=strategy, name=placement.job)
         while not group.wait(_POLL_S):
             self._poll()
-        agents = [self._agent(group, index, bundle) for index, bundle in enumerate(bundles)]
+        agents = []
+        for index, (_, devices) in enumerate(placement.nodes):
+            options = {
+                "num_cpus": 0,
+                "num_gpus": devices if "GPU" in names else 0,
+                "resources": {placement.gang.kind: float(devices)},
+                "max_concurrency": 2,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            }
+            agents.append(self._ray.remote(_Agent).options(**options).remote())
         job = self._jobs[placement.job]
         gang = _Gang(job, group, agents, [], self._now())
         self._running.append(gang)
@@ -146,18 +157,6 @@ class _Run:
             arguments = torchrun_arguments(job, placement, rank, endpoint)
             log = f"{self._logs}/{job.name}-{rank}.log"
             gang.calls.append(agent.run.remote(arguments, str(Path.cwd()), log))
-
-    def _agent(self, group: Any, index: int, bundle: dict[str, float]) -> Any:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        options = {
-            "num_cpus": 0,
-            "num_gpus": bundle.get("GPU", 0),
-            "resources": {kind: amount for kind, amount in bundle.items() if kind != "GPU"},
-            "max_concurrency": 2,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        }
-        return self._ray.remote(_Agent).options(**options).remote()
 
     def _require(self, placement: Placement, bundles: list[dict[str, float]]) -> None:
         """Raise `ClusterError` where the gang would wait for ever."""
