@@ -103,8 +103,14 @@ class CompiledGraph:
         return outputs
 
     def _run_watched(self, inputs: list[torch.Tensor], tuner: GraphTuner) -> Sequence[Any]:
-        """Run the variant that the tuner selects, and give it the duration."""
-        self._choose(tuner)
+        """Run the variant that the tuner selects, and give it the duration; if it fails, plans run from now on."""
+        try:
+            tuner.enter(self)
+        except Exception as error:
+            if self.config.debug.strict:
+                raise
+            name = self.compilation.capture.name
+            _logger.warning("%s: autotuning failed, keeping the plan: %s: %s", name, type(error).__name__, error)
         taken_ns, clock, scale = None, tuner.tuner.clock, self._scale(inputs)
         begin = clock()
         try:
@@ -121,16 +127,6 @@ class CompiledGraph:
         num_elements = sum(inputs[place].numel() for place in self.sized)
         self._usual_elements = self._usual_elements or num_elements
         return self._usual_elements / max(1, num_elements)
-
-    def _choose(self, tuner: GraphTuner) -> None:
-        """Let the tuner select the variants of this step; if that fails, plans run from now on."""
-        try:
-            tuner.enter(self)
-        except Exception as error:
-            if self.config.debug.strict:
-                raise
-            name = self.compilation.capture.name
-            _logger.warning("%s: autotuning failed, keeping the plan: %s: %s", name, type(error).__name__, error)
 
     # ------------------------------------------------------------------------------------------ what reports ask
 

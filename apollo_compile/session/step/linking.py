@@ -19,7 +19,7 @@ from apollo_compile.session.step.collectives import DataParallel, order_of_gradi
 from apollo_compile.session.step.graph import StepGraph, compose_micro_batches, step_name
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs, find_micro
 from apollo_compile.session.step.notes import LossGraph
-from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
+from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, load_step
 from apollo_compile.session.step.returned import KEEPS_TENSORS
 from apollo_compile.session.step.traced import TracedStep
 from apollo_compile.session.step.tuning import StepTuner
@@ -155,15 +155,13 @@ class Linker:
             is_kept=lambda each: self._keep_gradients or optimizer is None or not optimizer.has(each),
         )
         step = compose(micro)
-        program = link_step(
-            micro,
-            step,
+        program = StepProgram(
+            variants=load_step(micro, step, target=target, config=self._config, ranks=graph.model.ranks),
+            micro=micro,
+            step=step,
             optimizer=optimizer,
-            clip_grad_norm=self._clip_grad_norm,
+            is_clipped=self._clip_grad_norm is not None,
             named_parameters=parameters,
-            target=target,
-            config=self._config,
-            ranks=graph.model.ranks,
         )
         is_compared = may_be_compared(self._config) and graph.model.ranks.is_alone
         return StepTuner(

@@ -19,9 +19,10 @@ from apollo_compile.progress import Progress
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
-from apollo_compile.session.step.returned import detach, find_loss, loss_in
+from apollo_compile.session.step.returned import find_loss, loss_in
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
+from apollo_compile.torch_bridge.trees import map_tensors
 
 _logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def add_gradients(call: Callable[[Any], Any], parts: Sequence[Any], weights: Seq
     for part, weight in zip(parts, weights, strict=True):
         returned = call(part)
         (loss_in(returned) * weight).backward()  # type: ignore[no-untyped-call]
-        outputs.append(detach(returned))
+        outputs.append(map_tensors(torch.Tensor.detach, returned))
     return outputs
 
 
@@ -149,7 +150,7 @@ def compile_ns(program: StepProgram) -> int:
     """Return approximately how long Inductor compiles forward and backward of all micro-batches as one graph."""
     codes = (program.micro.forward, program.micro.backward)
     num_nodes = sum(len(code.compilation.capture.nodes) for code in codes)
-    return program.num_micro_batches * COMPILE_NS_PER_OPERATOR * num_nodes
+    return program.step.num_micro_batches * COMPILE_NS_PER_OPERATOR * num_nodes
 
 
 def reason_against_traced(program: StepProgram) -> str | None:
