@@ -111,7 +111,11 @@ class CompiledGraph:
                 raise
             name = self.compilation.capture.name
             _logger.warning("%s: autotuning failed, keeping the plan: %s: %s", name, type(error).__name__, error)
-        taken_ns, clock, scale = None, tuner.tuner.clock, self._scale(inputs)
+        taken_ns, clock, scale = None, tuner.tuner.clock, 1.0
+        if self.sized:  # makes the duration of this call comparable with calls for other sizes
+            num_elements = sum(inputs[place].numel() for place in self.sized)
+            self._usual_elements = self._usual_elements or num_elements
+            scale = self._usual_elements / max(1, num_elements)
         begin = clock()
         try:
             outputs = self.variants.run(inputs)
@@ -119,14 +123,6 @@ class CompiledGraph:
         finally:
             tuner.leave(self, taken_ns)
         return outputs
-
-    def _scale(self, inputs: Sequence[torch.Tensor]) -> float:
-        """Return the factor that makes the duration of this call comparable with calls for other sizes."""
-        if not self.sized:
-            return 1.0
-        num_elements = sum(inputs[place].numel() for place in self.sized)
-        self._usual_elements = self._usual_elements or num_elements
-        return self._usual_elements / max(1, num_elements)
 
     # ------------------------------------------------------------------------------------------ what reports ask
 

@@ -42,14 +42,7 @@ MAX_KINDS = 64
 
 
 class CompiledLoss:
-    """The compiled loss function, and its graphs.
-
-    Arguments:
-        model: the module that is trained.
-        loss_fn: computes the loss of a micro-batch.
-        options: of the backend.
-        why_in_pieces: why the loss function runs in pieces from the start; empty if it need not.
-    """
+    """The compiled loss function, and its graphs; `why_in_pieces` is why it runs in pieces from the start."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, options: Mapping[str, Any], why_in_pieces: str = ""

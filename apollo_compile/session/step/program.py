@@ -74,10 +74,6 @@ class StepProgram:
         return self.variants.compilation.capture.name
 
     @property
-    def _num_returned(self) -> int:
-        return self.step.num_micro_batches * len(self.micro.returned)
-
-    @property
     def parameters(self) -> Sequence[torch.Tensor]:
         """Parameters that get gradients."""
         return list(self.micro.parameters.values())
@@ -160,13 +156,14 @@ class StepProgram:
         given = [*shared, *own, *self._tangents]
         variant = self.variants.current
         taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
+        num_returned = self.step.num_micro_batches * len(self.micro.returned)
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self._run_variant(given)
-            made = [gradient for gradient in outputs[self._num_returned :] if gradient is not None]
+            made = [gradient for gradient in outputs[num_returned:] if gradient is not None]
             if variant not in self._copied:
                 self._copied[variant] = find_shared(made, self.kept, taken)
-            return outputs[: self._num_returned], own_gradients(made, self.kept, self._copied[variant])
+            return outputs[:num_returned], own_gradients(made, self.kept, self._copied[variant])
 
     def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the current variant; an error says which parameters had been updated."""

@@ -35,8 +35,6 @@ _TOLERANCE = 0.01
 _NEGLIGIBLE = 1e-5
 """Share of the norm of all gradients below which one does not matter."""
 
-_TINY = 1e-30
-
 
 class TracedStep:
     """Forward and backward of all micro-batches as one graph for Inductor.
@@ -45,7 +43,7 @@ class TracedStep:
     generator. They must have drawn the same numbers and made the same gradients.
 
     Arguments:
-        program: of the same step; of those that `reason_against_traced` has nothing against.
+        program: of the same step, which `reason_against_traced` has nothing against.
         call: the loss function of a micro-batch, not compiled.
         compiled: the same, compiled.
         settings: of Inductor, by their names in `torch._inductor.config`.
@@ -192,7 +190,7 @@ def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
     norms = [_norm_of(each) for each in expected]
     if not all(map(math.isfinite, norms)):
         return False
-    least = max(_NEGLIGIBLE * math.hypot(*norms), _TINY)
+    least = max(_NEGLIGIBLE * math.hypot(*norms), 1e-30)
     for ours, theirs, norm in zip(found, expected, norms, strict=True):
         difference = _norm_of(ours - theirs) / (norm + least)
         allowed = max(_TOLERANCE, 16 * torch.finfo(theirs.dtype).eps)
