@@ -144,24 +144,12 @@ class CudaLane:
     """A stream that uses some SMs of a GPU; it lives until the process ends."""
 
     @property
-    def atoms(self) -> list[int]:
-        """The atoms of the device whose SMs it uses, ascending."""
-
-    @property
-    def priority(self) -> int:
-        """A lower number goes first."""
-
-    @property
     def num_sms(self) -> int:
         """The SMs that the driver granted."""
 
     @property
     def stream(self) -> int:
         """The CUstream, for torch.cuda.ExternalStream."""
-
-    @property
-    def context(self) -> int:
-        """The CUcontext that its kernels have in a captured CUDA graph."""
 
 class CudaDevice:
     """A GPU, its SMs cut once into atoms; it lives until the process ends."""
@@ -196,43 +184,21 @@ class CudaDevice:
         SMs of every atom: all have as many but the last, which has what is left over as well, where the driver allows that.
         """
 
-    @property
-    def priorities(self) -> tuple[int, int]:
-        """The lowest and the highest priority of streams."""
-
-    @property
-    def primary_context(self) -> int:
-        """The CUcontext of everything that runs outside lanes."""
-
     def memory(self) -> tuple[int, int]:
         """Return the free and all bytes of the device."""
 
-    def lane(self, atoms: Sequence[int], priority: int = 0) -> CudaLane:
+    def lane(self, atoms: Sequence[int]) -> CudaLane:
         """
-        Return the lane of these atoms, ascending, at that priority; the same one at every call.
+        Return the lane of these atoms, ascending; the same one at every call.
 
-        Raises ValueError for atoms or a priority that the device has not, and CudaError.
-        """
-
-    def stream(self, number: int, priority: int = 0) -> int:
-        """
-        Return the CUstream of that number at that priority, which may use every SM; the same one at every call.
-
-        It is no stream of torch's pool, so that nobody else uses it. Raises ValueError for a priority that the
-        device has not, and CudaError.
+        Raises ValueError for atoms that the device has not, and CudaError.
         """
 
-class CaptureWalk:
-    """Follows the capture of a CUDA graph on a device, while it goes on."""
-
-    def __init__(self, device: CudaDevice) -> None: ...
-
-    def new_kernels(self, stream: int) -> list[tuple[int, str]]:
+    def stream(self, number: int) -> int:
         """
-        Return `(context, name)` of the kernels that a CUstream has got since this was last called for any stream.
+        Return the CUstream of that number, which may use every SM; the same one at every call.
 
-        That is its own, those of streams that it waited for, and those of child graphs; earlier ones first.
-        Nothing where the stream is not captured. Raises CudaError.
+        It is no stream of torch's pool, so that nobody else uses it. Raises CudaError.
         """
 
 def cuda_device(ordinal: int = 0, library: str = 'libcuda.so.1') -> CudaDevice:

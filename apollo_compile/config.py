@@ -64,9 +64,6 @@ class PlanConfig:
     """Least predicted gain over the serial plan; below it, the serial plan is used. 0.02 is 2%."""
     time_limit_s: float = 2.0
     """Seconds per graph after which the search ends with its best plan."""
-    fixed_effort: bool = True
-    """Limit the search by work instead of time, on one core, so that the same graph and costs give the same plan on
-    every machine. False uses the time limit, with the solver on up to eight cores."""
     seed: int = 0
     """Seed of the random moves and of the solver."""
     memory_quota: int | None = None
@@ -181,6 +178,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Least and largest allowed values."""
 
 _REMOVED = {
+    "plan.fixed_effort": "the search is always limited by work; a larger 'plan.time_limit_s' allows more of it",
     "plan.late_share": "code is tuned from the start with mode='max-autotune', and not late in a run",
 }
 """Removed options, with their replacements."""

@@ -200,7 +200,6 @@ def plan_partition(
         min_gain=config.plan.min_gain,
         seed=config.plan.seed,
         time_limit_s=config.plan.time_limit_s,
-        fixed_effort=config.plan.fixed_effort,
         memory_quota=config.plan.memory_quota,
         pinned=pinned,
         check=partial(check.check_plan, graph=graph, costs=costs),

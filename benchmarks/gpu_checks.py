@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,11 @@ from apollo_compile.config import load_config
 from apollo_compile.device.gpu.check.examine import (
     EXTRA_SMS,
     lane_of_atoms,
-    split_lanes,
 )
 from apollo_compile.device.gpu.check.self_check import check_gpu
 from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.run.launch import Launcher, forked
-from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
+from apollo_compile.ir import Lane, LaneId
 from apollo_compile.target.findings import Level
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_step_checks import (
@@ -37,7 +36,6 @@ from benchmarks.gpu_step_checks import (
 )
 from benchmarks.gpu_training_checks import (
     backwards_have_the_masks_of_their_forwards,
-    kernels_of_a_model_are_in_their_lanes,
     lanes_account_for_their_memory,
     loops_are_as_in_eager,
     masks_are_right_under_replay,
@@ -49,8 +47,9 @@ from benchmarks.harness.gpu_busy import marker_records, profile_step
 from benchmarks.harness.gpu_lanes import (
     SMALL_KERNELS,
     SPIN_NS,
+    Check,
+    Outcome,
     beside,
-    launch_of,
     launch_with,
     spinners,
     split_evenly,
@@ -58,8 +57,7 @@ from benchmarks.harness.gpu_lanes import (
     time_on,
     time_small_kernels,
 )
-from benchmarks.harness.outcome import Check, Outcome
-from benchmarks.workloads.gpu import SHAPES, Encoder
+from benchmarks.workloads.gpu import SHAPES
 
 LANE_COUNTS = (2, 4, 8)
 """Lanes side by side, each with many small kernels."""
@@ -81,7 +79,7 @@ def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
     free = native.memory()[0]
     begin = time.perf_counter_ns()
     for atom in range(native.num_atoms):
-        native.lane([atom], native.priorities[0])
+        native.lane([atom])
     made_ns = (time.perf_counter_ns() - begin) // native.num_atoms
     taken = (free - native.memory()[0]) // native.num_atoms
     first, last = native.atom_sizes[0], native.atom_sizes[-1]
@@ -92,7 +90,7 @@ def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
 
 
 def lanes_pass_the_self_check(gpu: TorchGpu) -> Outcome:
-    """T1, T2, T4, T5: the self-check: censuses in eager and in replay, nodes of graphs, hand-overs, steps, dropout.
+    """T1, T2, T4, T5: the self-check: censuses in eager and in replay, hand-overs, steps, dropout.
 
     It is made anew, as users have it, and kept: doctor shows this verdict, and models that are measured rely on it.
     """
@@ -152,7 +150,7 @@ def queues_of_the_device_are_enough(gpu: TorchGpu) -> Outcome:
         if connections is not None:
             environment[CONNECTIONS] = connections
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.harness.gpu_pace", *map(str, LANE_COUNTS)],
+            [sys.executable, "-m", "benchmarks.harness.gpu_lanes", *map(str, LANE_COUNTS)],
             capture_output=True,
             text=True,
             check=False,
@@ -216,99 +214,6 @@ def _cooperative_on_a_lane(gpu: TorchGpu) -> str:
     except RuntimeError as error:
         return f"a cooperative grid of {blocks} blocks is refused on one atom: {_last_line(str(error))}"
     return f"a cooperative grid of {blocks} blocks is not refused on one atom: a barrier in it would hang"
-
-
-def splits_against_streams(gpu: TorchGpu) -> Outcome:
-    """T8: two encoders side by side on every split in two, by priorities, on streams, in turn."""
-    encoders, inputs = [], []
-    for name in ("image", "text"):
-        tower = SHAPES["clip_b32"].towers[name]
-        encoders.append(Encoder(tower, tower.width, 0.0).to(gpu.device, torch.bfloat16))
-        inputs.append(torch.randn(32, tower.tokens, tower.width, device=gpu.device, dtype=torch.bfloat16))
-    bodies = [lambda taken, encoder=encoder: [encoder(taken.pop())] for encoder in encoders]
-
-    def time_of(device: TorchGpu, lanes: Sequence[Lane], urgency: dict[LaneId, int] | None = None) -> int:
-        program = beside(lanes, bodies=range(len(bodies)))
-        launcher = Launcher(program, bodies, device, urgency)
-        return time_graph(device, partial(launch_with, launcher, inputs))
-
-    atoms, halves = gpu.native.num_atoms, split_evenly(gpu, 2)
-    whole = Lane(id=LaneId(0), units=tuple(range(gpu.native.num_sms)))
-    first = {LaneId(0): 1}
-    with torch.no_grad():
-        times = {"one stream": time_of(gpu, [whole, whole])}
-        times["streams"] = time_of(gpu.sharing(Sharing.FREE), halves)
-        times["priorities"] = time_of(gpu.sharing(Sharing.URGENCY), halves, first)
-        for part in range(1, atoms):
-            lanes = split_lanes(gpu.native.atom_sizes, (part, atoms - part))
-            times[" + ".join(str(len(lane.units)) for lane in lanes)] = time_of(gpu, lanes)
-    best = min(list(times)[3:], key=lambda name: times[name])
-    shown = ", ".join(f"{name} {format_ns(times[name])}" for name in (*list(times)[:3], best))
-    return Outcome(is_met=True, text=f"{shown} (the best of {atoms - 1} splits)", numbers=times)
-
-
-def carveout_helps_or_not(gpu: TorchGpu) -> Outcome:
-    """T9: scaled products on half the device with and without telling libraries how many SMs are not theirs.
-
-    Other products of torch take no notice of it.
-    """
-    tell = getattr(torch._C, "_set_sm_carveout_experimental", None)
-    if tell is None:
-        return Outcome(is_met=True, text="this torch has no carveout")
-    lane = split_lanes(gpu.native.atom_sizes, (1, 1))[0]
-    left, right = (torch.randn(4096, 4096, device=gpu.device).to(torch.float8_e4m3fn) for _ in range(2))
-    scale = torch.ones((), device=gpu.device)
-    product = partial(torch._scaled_mm, left, right.t(), scale, scale, out_dtype=torch.bfloat16)
-    without = time_on(gpu, lane, product)
-    try:
-        tell(gpu.native.num_sms - len(lane.units))
-        told = time_on(gpu, lane, product)
-    finally:
-        tell(None)
-    text = f"4096^3 fp8 on {len(lane.units)} SMs: {format_ns(without)}, told {format_ns(told)}"
-    return Outcome(is_met=True, text=text, numbers={"without_ns": without, "told_ns": told})
-
-
-def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
-    """T11: after the shorter lane has ended, the rest of the longer one runs on the whole device."""
-    half, other = split_lanes(gpu.native.atom_sizes, (1, 1))
-    left = torch.randn(4096, 4096, device=gpu.device, dtype=torch.bfloat16)
-
-    def body(count: int) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            value = inputs.pop()
-            for _ in range(count):
-                value = left @ value
-            return [value]
-
-        return run
-
-    def launcher(long: Sequence[Launch], last: int) -> Launcher:
-        program = Program(
-            name="tail",
-            lanes=(half, other),
-            instructions=((launch_of(0, 0, 0, 1),), tuple(long)),
-            num_buffers=4,
-            num_events=0,
-            inputs=(BufferId(0),),
-            outputs=(BufferId(last),),
-        )
-        return Launcher(program, [body(4), body(4), body(8)], gpu)
-
-    static = launcher((launch_of(1, 1, 0, 2), launch_of(2, 2, 2, 3)), last=3)
-    joined = launcher((launch_of(1, 1, 0, 2),), last=2)
-
-    def widened(origin: Any) -> None:
-        middle = joined.launch([left], origin)
-        with torch.cuda.stream(origin):
-            body(8)(middle)
-
-    times = {
-        "static": time_graph(gpu, lambda origin: static.launch([left], origin)),
-        "widened": time_graph(gpu, widened),
-    }
-    shown = ", ".join(f"{name} {format_ns(ns)}" for name, ns in times.items())
-    return Outcome(is_met=True, text=shown, numbers=times)
 
 
 def markers_agree(gpu: TorchGpu) -> Outcome:
@@ -478,7 +383,6 @@ UNTIMED_CHECKS: Mapping[str, Check] = {
     "T7 training": training_is_as_in_eager,
     "T15 sizes and numbers": sizes_and_numbers_may_change,
     "T5 T7 dropout": masks_are_those_of_inductor,
-    "T2 kernels of a model": kernels_of_a_model_are_in_their_lanes,
     "T13 failures": failures_and_recaptures_leave_no_trace,
 }
 """What computes and compares, whatever else goes on. Most compile models; those that share one follow each other."""
@@ -487,9 +391,6 @@ TIMED_CHECKS: Mapping[str, Check] = {
     "T1 T6 products": products_scale_with_their_quota,
     "T6 clusters": clusters_fit_into_lanes,
     "T12 clocks": markers_agree,
-    "T11 wider tail": a_longer_lane_can_go_on_with_every_sm,
-    "T9 carveout": carveout_helps_or_not,
-    "T8 splits": splits_against_streams,
     "T3 queues": queues_of_the_device_are_enough,
 }
 """What times kernels, and is worth its time if some is left."""

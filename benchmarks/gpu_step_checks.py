@@ -20,7 +20,7 @@ from apollo_compile.session import registry
 from apollo_compile.step import compile_step
 from apollo_compile.tools.report import status
 from benchmarks.gpu_training_checks import without_tf32
-from benchmarks.harness.outcome import Outcome
+from benchmarks.harness.gpu_lanes import Outcome
 from benchmarks.workloads.gpu import build_gpu_workload
 
 STEP_OPTIONS = {

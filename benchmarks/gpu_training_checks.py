@@ -9,22 +9,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from apollo_compile import backend
-from apollo_compile.device.gpu.check.examine import contexts_of, judge_nodes, walk_capture
 from apollo_compile.device.gpu.check.experiments import poison
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import TorchGpu
-from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.ir import Role
 from apollo_compile.session import registry
-from apollo_compile.target.findings import Level
 from apollo_compile.units import format_bytes
-from benchmarks.harness.outcome import Outcome
+from benchmarks.harness.gpu_lanes import Outcome
 from benchmarks.workloads.gpu import SHAPES, build_gpu_workload
 
 OPTIONS = {
@@ -53,30 +49,6 @@ DROPOUT = 0.3
 
 SLOPE_STEP = 1e-3
 """How far parameters are moved to find the slope of the loss."""
-
-
-def kernels_of_a_model_are_in_their_lanes(gpu: TorchGpu) -> Outcome:
-    """T2: every kernel of a model's forward is in the lane that launched it; library kernels too."""
-    run, inputs = _fresh(gpu, "flava")
-    taken: list[list[torch.Tensor]] = []
-    with torch.no_grad():
-        run(inputs)
-        compiled = registry.compiled_models()[-1].graphs[-1]
-        own = compiled.variants.run
-
-        def listen(arguments: list[torch.Tensor]) -> Any:
-            taken.append(list(arguments))
-            return own(arguments)
-
-        compiled.variants.run = listen
-        run(inputs)
-        executable = compiled.executable
-        launcher = Launcher(executable.program, [body.function for body in compiled.bodies], gpu)
-        _, kernels = walk_capture(gpu, launcher, taken[0])
-    lanes = zip(executable.program.lanes, executable.program.instructions, strict=True)
-    finding = judge_nodes("model", kernels, contexts_of(gpu, [lane for lane, work in lanes if work]))
-    numbers = {"kernels": [[each.lane, each.segment, each.name] for each in kernels]}
-    return Outcome(is_met=finding.level is not Level.ERROR, text=finding.message, numbers=numbers)
 
 
 def replays_do_not_race(gpu: TorchGpu, names: Sequence[str] = ("flava",), count: int = 50) -> Outcome:

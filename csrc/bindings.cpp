@@ -19,7 +19,6 @@
 #include <utility>
 #include <vector>
 
-#include "apollo/capture_walk.h"
 #include "apollo/cuda_lane.h"
 #include "apollo/error.h"
 #include "apollo/executor.h"
@@ -416,15 +415,10 @@ NB_MODULE(_native, m) {
                    "The segment whose body failed in the last run; None if it succeeded or was cancelled.");
 
   nb::class_<apollo::CudaLane>(m, "CudaLane", "A stream that uses some SMs of a GPU; it lives until the process ends.")
-      .def_prop_ro("atoms", &apollo::CudaLane::atoms, "The atoms of the device whose SMs it uses, ascending.")
-      .def_prop_ro("priority", &apollo::CudaLane::priority, "A lower number goes first.")
       .def_prop_ro("num_sms", &apollo::CudaLane::num_sms, "The SMs that the driver granted.")
       .def_prop_ro(
           "stream", [](const apollo::CudaLane& self) { return address_of(self.stream()); },
-          "The CUstream, for torch.cuda.ExternalStream.")
-      .def_prop_ro(
-          "context", [](const apollo::CudaLane& self) { return address_of(self.context()); },
-          "The CUcontext that its kernels have in a captured CUDA graph.");
+          "The CUstream, for torch.cuda.ExternalStream.");
 
   nb::class_<apollo::CudaDevice>(m, "CudaDevice",
                                  "A GPU, its SMs cut once into atoms; it lives until the process ends.")
@@ -442,41 +436,17 @@ NB_MODULE(_native, m) {
           "atom_sizes", &apollo::CudaDevice::atom_sizes,
           "SMs of every atom: all have as many but the last, which has what is left over as well, where the driver "
           "allows that.")
-      .def_prop_ro("priorities", &apollo::CudaDevice::priorities, "The lowest and the highest priority of streams.")
-      .def_prop_ro(
-          "primary_context", [](const apollo::CudaDevice& self) { return address_of(self.primary_context()); },
-          "The CUcontext of everything that runs outside lanes.")
       .def("memory", &apollo::CudaDevice::memory, nb::call_guard<nb::gil_scoped_release>(),
            "Return the free and all bytes of the device.")
-      .def("lane", &apollo::CudaDevice::lane, "atoms"_a, "priority"_a = 0, nb::rv_policy::reference,
+      .def("lane", &apollo::CudaDevice::lane, "atoms"_a, nb::rv_policy::reference,
            nb::call_guard<nb::gil_scoped_release>(),
-           "Return the lane of these atoms, ascending, at that priority; the same one at every call.\n\n"
-           "Raises ValueError for atoms or a priority that the device has not, and CudaError.")
+           "Return the lane of these atoms, ascending; the same one at every call.\n\n"
+           "Raises ValueError for atoms that the device has not, and CudaError.")
       .def(
-          "stream",
-          [](apollo::CudaDevice& self, int number, int priority) { return address_of(self.stream(number, priority)); },
-          "number"_a, "priority"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-          "Return the CUstream of that number at that priority, which may use every SM; the same one at every call.\n\n"
-          "It is no stream of torch's pool, so that nobody else uses it. Raises ValueError for a priority that the\n"
-          "device has not, and CudaError.");
-
-  nb::class_<apollo::CaptureWalk>(m, "CaptureWalk",
-                                  "Follows the capture of a CUDA graph on a device, while it goes on.")
-      .def(nb::init<const apollo::CudaDevice&>(), "device"_a)
-      .def(
-          "new_kernels",
-          [](apollo::CaptureWalk& self, std::uintptr_t stream) {
-            std::vector<std::pair<std::uintptr_t, std::string>> kernels;
-            for (apollo::CapturedKernel& each : self.new_kernels(reinterpret_cast<apollo::cuda::Stream>(stream))) {
-              kernels.emplace_back(each.context, std::move(each.name));
-            }
-            return kernels;
-          },
-          "stream"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Return `(context, name)` of the kernels that a CUstream has got since this was last called for any "
-          "stream.\n\n"
-          "That is its own, those of streams that it waited for, and those of child graphs; earlier ones first.\n"
-          "Nothing where the stream is not captured. Raises CudaError.");
+          "stream", [](apollo::CudaDevice& self, int number) { return address_of(self.stream(number)); }, "number"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Return the CUstream of that number, which may use every SM; the same one at every call.\n\n"
+          "It is no stream of torch's pool, so that nobody else uses it. Raises CudaError.");
 
   m.def("cuda_device", &apollo::CudaDevice::of_process, "ordinal"_a = 0, "library"_a = apollo::CudaDriver::kLibrary,
         nb::rv_policy::reference, nb::call_guard<nb::gil_scoped_release>(),

@@ -31,10 +31,26 @@ NAMES = {
     "llava": "LLaVA (a chain)",
     "whisper": "Whisper (a chain)",
     "vit_control": "ViT (a chain)",
+    "act": "ACT (a robot policy)",
+    "diffusion_policy": "diffusion policy",
 }
-COLORS = {"AMD": "#3f51b5", "Intel": "#ef6c00"}
+COLORS = {"AMD": "#5c74ea", "Intel": "#ef6c00"}
+DARK = """<style>
+svg { --page: #ffffff; --ink: #1b1d21; --line: #dddddd }
+@media (prefers-color-scheme: dark) { svg { --page: #191c21; --ink: #e7e9ec; --line: #3a404a } }
+text { fill: var(--ink) }
+</style>"""
+"""Colours of the plot by what the reader's system asks for, since a page cannot give a picture its own."""
 
 HEAD = """| forward and backward, batch 4 | eager | torch.compile | max-autotune | apollo | over torch.compile (95 %) |
+| --- | ---: | ---: | ---: | ---: | ---: |"""
+
+
+STEPS = ("steps_policies", "steps_two_tower", "steps_clip", "steps_flava", "steps_llava", "steps_whisper", "steps_vit")
+"""Files with whole steps, each beside the loop with Inductor in turn."""
+
+HEAD_OF_STEPS = """\
+| step with AdamW | eager | torch.compile | traced step | `compile_step` | over torch.compile (95 %) |
 | --- | ---: | ---: | ---: | ---: | ---: |"""
 
 
@@ -75,11 +91,30 @@ def table() -> str:
             f"{found[name]['median_ns'] / 1e6:.1f} ms"
             for name in ("eager", "inductor", "inductor-max-autotune", "apollo")
         )
-        ratio = found["apollo"]
-        interval = f"{ratio['speedup']:.2f}x ({ratio['speedup_low']:.2f} .. {ratio['speedup_high']:.2f})"
-        rows.append(
-            f"| {NAMES[each['task']['arguments']['name']]} | {eager} | {whole} | {best} | **{own}** | {interval} |"
-        )
+        name = NAMES[each["task"]["arguments"]["name"]]
+        rows.append(f"| {name} | {eager} | {whole} | {best} | **{own}** | {interval_of(found['apollo'])} |")
+    return "\n".join(rows)
+
+
+def interval_of(summary: dict[str, float]) -> str:
+    """Return a speed-up with its interval."""
+    return f"{summary['speedup']:.2f}x ({summary['speedup_low']:.2f} .. {summary['speedup_high']:.2f})"
+
+
+def table_of_steps() -> str:
+    """Return README's table of whole steps: all with AdamW in one micro-batch."""
+    rows = [HEAD_OF_STEPS]
+    for _, each in (found for file in STEPS for found in measurements(file)):
+        task = each["task"]["arguments"]
+        if (task["optimizer"], task["microbatches"]) == ("adamw", 1):
+            found = {result["variant"].removesuffix("-whole"): result["summary"] for result in each["results"]}
+            times = [
+                f"{found[name]['median_ns'] / 1e6:.1f} ms" if name in found else ""
+                for name in ("eager", "inductor", "inductor-traced", "apollo-step")
+            ]
+            times[-1] = f"**{times[-1]}**"
+            name = f"{NAMES[task['name']]}, batch {task['batch']}"
+            rows.append(f"| {' | '.join((name, *times, interval_of(found['apollo-step'])))} |".replace("|  |", "| |"))
     return "\n".join(rows)
 
 
@@ -111,7 +146,7 @@ def plot() -> str:
     """Return the plot: a row per model and batch, a dot per comparison."""
     found = speed_ups()
     rows = sorted({(each.name, each.batch) for each in found}, key=lambda row: (list(NAMES).index(row[0]), row[1]))
-    left, width, high, first = 170, 560, 18, 44
+    left, width, high, first = 190, 560, 18, 44
     place = {row: first + high * number for number, row in enumerate(rows)}
     bottom = first + high * len(rows)
 
@@ -121,16 +156,17 @@ def plot() -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {bottom + 14}" role="img" '
         'font-family="sans-serif" font-size="12" aria-label="Speed-up over torch.compile by model and batch">',
-        '<rect width="100%" height="100%" fill="white"/>',
+        DARK,
+        '<rect width="100%" height="100%" fill="var(--page)"/>',
         '<text x="8" y="16" font-weight="bold">Speed-up over torch.compile, forward and backward, on 2 cores</text>',
     ]
     for number, (vendor, color) in enumerate(COLORS.items()):
         at = left + 330 + 70 * number
         parts.append(f'<circle cx="{at}" cy="12" r="4" fill="{color}"/><text x="{at + 9}" y="16">{vendor}</text>')
     for tick in (0.9, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0):
-        line = "#444" if tick == 1.0 else "#ddd"
+        line = "var(--ink)" if tick == 1.0 else "var(--line)"
         parts.append(f'<line x1="{x(tick)}" y1="{first - 10}" x2="{x(tick)}" y2="{bottom}" stroke="{line}"/>')
-        parts.append(f'<text x="{x(tick)}" y="{first - 14}" text-anchor="middle" fill="#555">{tick:.1f}x</text>')
+        parts.append(f'<text x="{x(tick)}" y="{first - 14}" text-anchor="middle">{tick:.1f}x</text>')
     for (name, batch), y in place.items():
         parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{NAMES[name]}, batch {batch}</text>')
     for each in found:
@@ -165,7 +201,7 @@ def take_screenshot(output: Path, *, width: int = 1280, height: int = 1010, is_d
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(), table()))
+    README.write_text(with_table(with_table(README.read_text(), table()), table_of_steps()))
     BENCHMARKS.write_text(with_table(BENCHMARKS.read_text(), predictions()))
     PLOT.write_text(plot())
     take_screenshot(ROOT / "docs" / "report.png")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
-from apollo_compile.passes.deploy import Call, CallTime, Cluster, ModuleState, StepWork, plan_deployment
+from apollo_compile.passes.deploy import Call, Cluster, ModuleState, StepWork, group_sizes, plan_deployment
 
 ENCODERS = {  # parameters in millions, tokens per sample, width
     "vision": (632, 257, 1280),
@@ -40,54 +40,62 @@ FILLING_SAMPLES = 1.5
 """Samples per device with which a device would run at half of its rate."""
 
 
-def times_of(flops: float, samples: int, devices: int) -> list[CallTime]:
-    """Return the times of a call: a share of the units costs nothing while its kernels cannot fill more."""
+def groups_on(devices: int) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of devices and of units that a module may have."""
+    return tuple((size, units) for size in group_sizes(devices) for units in QUOTAS)
+
+
+def times_of(flops: float, samples: int, devices: int) -> tuple[int, ...]:
+    """Return the times of a forward: a share of the units costs nothing while its kernels cannot fill more."""
     found = []
-    for size in (1 << power for power in range(devices.bit_length())):
+    for size, units in groups_on(devices):
         each = samples / size
         used = each / (each + FILLING_SAMPLES)
-        for units in QUOTAS:
-            forward = OVERHEAD_NS + round(1e9 * flops * each / (PEAK * min(used, units / UNITS)))
-            found.append(CallTime(devices=size, units=units, forward_ns=forward, backward_ns=2 * forward))
-    return found
+        found.append(OVERHEAD_NS + round(1e9 * flops * each / (PEAK * min(used, units / UNITS))))
+    return tuple(found)
 
 
 def multitask_clip(tasks: int, devices: int) -> StepWork:
     """Return the step of the first `tasks` tasks."""
-    pairs = dict(list(TASKS.items())[:tasks])
-    calls = []
-    for pair, samples in pairs.items():
+    calls: list[Call] = []
+    modules: dict[str, ModuleState] = {}
+    for pair, samples in list(TASKS.items())[:tasks]:
+        feature_bytes = samples * 1024 * 2
         for encoder in pair:
             params, tokens, width = ENCODERS[encoder]
-            name = f"{encoder} of {'-'.join(pair)}"
-            times = tuple(times_of(2e6 * params * tokens, samples, devices))
-            layers = params * 1e6 / (12 * width**2)
-            kept = int(samples * tokens * width * layers * 18)
+            size = params * 1_000_000
+            forward_ns = times_of(2.0 * size * tokens, samples, devices)
+            modules[encoder] = ModuleState(
+                name=encoder, groups=groups_on(devices), state_bytes=16 * size, gradient_bytes=2 * size
+            )
             calls.append(
                 Call(
-                    name=name,
+                    name=f"{encoder} of {'-'.join(pair)}",
                     module=encoder,
                     inputs=(),
-                    output_bytes=samples * 1024 * 2,
-                    activation_bytes=kept,
-                    times=times,
+                    sent_bytes=feature_bytes,
+                    returned_bytes=0,
+                    activation_bytes=int(samples * tokens * size / (12 * width) * 18),
+                    forward_ns=forward_ns,
+                    backward_ns=tuple(2 * ns for ns in forward_ns),
                 )
             )
-        inputs = tuple(call.name for call in calls[-2:])
-        loss = CallTime(devices=min(8, devices), units=QUOTAS[0], forward_ns=OVERHEAD_NS, backward_ns=OVERHEAD_NS)
+        name = f"loss of {'-'.join(pair)}"
+        groups = ((min(8, devices), QUOTAS[0]),)
+        modules[name] = ModuleState(name=name, groups=groups, state_bytes=0, gradient_bytes=0)
         calls.append(
             Call(
-                name=f"loss of {'-'.join(pair)}",
-                module=f"loss of {'-'.join(pair)}",
-                inputs=inputs,
-                output_bytes=0,
+                name=name,
+                module=name,
+                inputs=tuple(call.name for call in calls[-2:]),
+                sent_bytes=0,
+                returned_bytes=2 * feature_bytes,
                 activation_bytes=samples * 4096,
-                times=(loss,),
+                forward_ns=(OVERHEAD_NS,),
+                backward_ns=(OVERHEAD_NS,),
             )
         )
-    modules = {call.module: ENCODERS.get(call.module, (0, 0, 0))[0] * 1_000_000 for call in calls}
-    states = (ModuleState(name=name, state_bytes=16 * size, gradient_bytes=2 * size) for name, size in modules.items())
-    return StepWork(modules=tuple(states), calls=tuple(calls))
+    return StepWork(modules=tuple(modules.values()), calls=tuple(calls))
 
 
 def main() -> None:

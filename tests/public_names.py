@@ -24,19 +24,19 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path) -> flo
     options: dict[str, object] = {"plan.seed": 1, "device.units": 2}
     unknown = set(options) - set(apollo_compile.known_options())
     assert not unknown
-    before: apollo_compile.Report = apollo_compile.explain(model, (batch["x"],), options=options, batches=[16])
+    before: apollo_compile.Report = apollo_compile.explain(model, (batch["x"],), options=options, profile="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     planned = apollo_compile.explain_step(model, loss_fn, batch, optimizer, microbatches=2, options=options)
     step = apollo_compile.compile_step(
         model, loss_fn, optimizer, microbatches=2, clip_grad_norm=1.0, weigh=lambda part: len(part["y"])
     )
     loss: torch.Tensor = step(batch)
-    after = apollo_compile.report(step, units=[1, 2], profiles=["cpu"])
+    after = apollo_compile.report(step)
     metrics = {**after.metrics(), "status": apollo_compile.status(step)}
     after.save_html(folder / "report.html")
     after.save_trace(folder / "report.trace.json")
     (folder / "report.json").write_text(after.to_json())
-    (folder / "report.dot").write_text(apollo_compile.Report.load(folder / "report.json").to_dot())
+    print(apollo_compile.Report.load(folder / "report.json"))
     names: list[str] = [graph.name for graph in after.graphs]
     print(
         metrics, before, planned.why("0"), after.diff(before), names, [graph.possible_gain for graph in planned.graphs]
@@ -85,7 +85,7 @@ def train_deployed(model: nn.Module, batch: dict[str, torch.Tensor], folder: Pat
     )
     plan.move("encoder", first=0, devices=2).save(folder / "plan.json")
     edited = apollo_compile.DeploymentPlan.load(folder / "plan.json")
-    print(plan.diff(edited), edited.to_svg(), edited.to_dot())
+    print(plan.diff(edited), edited.to_svg())
     deployed: nn.Module = edited.apply(model)
     return edited.full_state_dict(deployed)
 

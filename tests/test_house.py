@@ -71,6 +71,33 @@ def parametrize_files() -> pytest.MarkDecorator:
 # ------------------------------------------------------------------------------------------------------------- imports
 
 
+MOST_ROOMS, MOST_ARROWS = 20, 105
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Return the pairs of rooms, those for type checking included, of which the first imports the second.
+
+    A room is a directory of the package with all below it. Files beside them are the entrance above all rooms, and what
+    all rooms share.
+    """
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    return {
+        (own, parts[1])
+        for path in FILES
+        for own in [path.relative_to(PACKAGE).parts[0]]
+        for parts in (name.split(".") for name in imported(tree_of(path)))
+        if own in rooms and parts[0] == "apollo_compile" and len(parts) > 1 and parts[1] in rooms - {own}
+    }
+
+
+def test_rooms_and_arrows_are_few_and_no_two_rooms_import_each_other() -> None:
+    """A person can hold the picture of the package in mind."""
+    found = arrows()
+    assert len({room for arrow in found for room in arrow}) <= MOST_ROOMS
+    assert len(found) <= MOST_ARROWS
+    assert not {arrow for arrow in found if arrow[::-1] in found}
+
+
 def test_importing_the_package_imports_neither_torch_nor_ortools() -> None:
     """Dynamo finds backends by their entry points, and asks for the names of all of them."""
     code = (

@@ -1,7 +1,7 @@
 """Files of a cluster, its jobs and plans; whatever is wrong in one is an error with its line.
 
-    read_cluster(path), read_jobs(path)     TOML
-    read_trace(path), format_trace(jobs)    CSV: name, arrival_s, steps, devices, samples, gangs
+    read_cluster(path)                      TOML
+    read_jobs(path), format_trace(jobs)     TOML; or CSV: name, arrival_s, steps, devices, samples, gangs
     read_plan(path), format_plan_file(plan) JSON
 
 A gang is written as `h100:2=0.23`: two devices of kind h100, 0.23 s per step. In a TOML file of jobs, `estimate` names
@@ -11,120 +11,139 @@ a file that `apollo estimate --save` wrote; the Cells in it that fit are the gan
 from __future__ import annotations
 
 import csv
-import functools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from apollo_compile.cluster.values import Cluster, ClusterPlan, Gang, Job, Nodes
 from apollo_compile.cost_model.cells import Estimate
 from apollo_compile.errors import ClusterError
 from apollo_compile.json_form import from_json, parse, to_json
 
-_COLUMNS = ("name", "arrival_s", "steps", "devices", "samples", "gangs")
+
+class _Field(NamedTuple):
+    """A field of a table or a row."""
+
+    expected: str
+    is_right: Callable[[Any], bool]
+    default: Any = None
+    """None: the field has to be there."""
 
 
-class _Table:
-    """A table of a TOML file, whose fields are checked.
+def _text(default: str | None = None) -> _Field:
+    return _Field("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()), default)
 
-    Arguments:
-        path: the file.
-        text: its text.
-        header: the header of the table, such as `[[job]]`; empty for the top of the file.
-        index: which of the tables with this header.
-        values: the fields.
-        known: names of fields that may be in it.
-    """
 
-    def __init__(
-        self, path: Path, text: str, header: str, index: int, values: Mapping[str, Any], known: Sequence[str]
-    ) -> None:
-        self._path = path
-        self._lines = text.splitlines()
-        self._values = values
-        headers = [number for number, line in enumerate(self._lines) if header and line.strip().startswith(header)]
-        self._first = headers[index] if index < len(headers) else 0
-        for name in values:
-            if name not in known:
-                self.refuse(name, f"one of {', '.join(known)}", repr(name), what="unknown field")
+def _texts() -> _Field:
+    return _Field(
+        "a list of texts",
+        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+        [],
+    )
+
+
+def _whole(least: int, default: int | None = None) -> _Field:
+    return _Field(f"a whole number of at least {least}", lambda value: type(value) is int and value >= least, default)
+
+
+def _number(default: float) -> _Field:
+    return _Field(
+        "a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < math.inf, default
+    )
+
+
+_TOP = {"restart_s": _number(0.0)}
+_NODE = {
+    "kind": _text(),
+    "count": _whole(1, 1),
+    "devices": _whole(1),
+    "gpu": _Field("true or false", lambda value: isinstance(value, bool), False),
+}
+_ROW = {
+    "name": _text(),
+    "arrival_s": _number(0.0),
+    "steps": _whole(1),
+    "devices": _whole(0, 0),
+    "samples": _number(1.0),
+    "gangs": _texts(),
+}
+_JOB = {**_ROW, "estimate": _text("-"), "command": _texts()}
+
+
+class _Table(NamedTuple):
+    """A table of a TOML file, or a row of a CSV file."""
+
+    path: Path
+    lines: Sequence[str]
+    """Of the table, with its header."""
+    line: int
+    """Number of the first one."""
+    values: Mapping[str, Any]
 
     def refuse(self, name: str, expected: str, got: str, what: str | None = None) -> NoReturn:
-        """Raise `ClusterError` for a field."""
-        raise ClusterError(
-            f"{self._path}:{self._line_of(name)}: {what or f'field {name!r}'}: expected {expected}, got {got}"
-        )
+        """Raise `ClusterError` for a field, with its line, or that of the table if it is missing."""
+        at = (number for number, line in enumerate(self.lines) if re.match(rf"\s*\"?{re.escape(name)}\"?\s*=", line))
+        place = f"{self.path}:{self.line + next(at, 0)}"
+        raise ClusterError(f"{place}: {what or f'field {name!r}'}: expected {expected}, got {got}")
 
-    def _line_of(self, name: str) -> int:
-        """Return the line of a field, or of the header if the field is missing or written in another way."""
-        for number in range(self._first, len(self._lines)):
-            line = self._lines[number].strip()
-            if number > self._first and line.startswith("["):
-                break
-            if re.match(rf"\"?{re.escape(name)}\"?\s*=", line):
-                return number + 1
-        return self._first + 1
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """Return a text that is not empty."""
-        value = self._get(name, default, "a text that is not empty")
-        if not isinstance(value, str) or not value.strip():
-            self.refuse(name, "a text that is not empty", repr(value))
-        return value
-
-    def texts(self, name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return a list of texts."""
-        value = self._get(name, list(default), "a list of texts")
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self.refuse(name, "a list of texts", repr(value))
-        return tuple(value)
-
-    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a whole number."""
-        value = self._get(name, default, f"a whole number of at least {least}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.refuse(name, f"a whole number of at least {least}", repr(value))
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a number of at least 0."""
-        value = self._get(name, default, "a number of at least 0")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0:
-            self.refuse(name, "a number of at least 0", repr(value))
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """Return true or false; false if the field is missing."""
-        value = self._get(name, False, "true or false")
-        if not isinstance(value, bool):
-            self.refuse(name, "true or false", repr(value))
-        return value
-
-    def _get(self, name: str, default: Any, expected: str) -> Any:
-        if name in self._values:
-            return self._values[name]
-        if default is None:
-            self.refuse(name, expected, "no such field")
-        return default
+    def check(self, fields: Mapping[str, _Field]) -> dict[str, Any]:
+        """Return all fields, with defaults."""
+        if unknown := [name for name in self.values if name not in fields]:
+            self.refuse(unknown[0], f"one of {', '.join(fields)}", repr(unknown[0]), what="unknown field")
+        found = {name: self.values.get(name, field.default) for name, field in fields.items()}
+        for name, field in fields.items():
+            if not field.is_right(found[name]):
+                got = repr(found[name]) if name in self.values else "no such field"
+                self.refuse(name, field.expected, got)
+        return found
 
 
-def _tables(path: Path, name: str, top: Sequence[str], known: Sequence[str]) -> tuple[_Table, list[_Table]]:
-    """Return the top of a file, and its tables `[[name]]`, of which there is at least one."""
-    text = _read(path)
+def _tables(path: Path, name: str) -> tuple[_Table, list[_Table]]:
+    """Return the top of a TOML file, and its tables `[[name]]`, of which there is at least one."""
+    lines = _read(path).splitlines()
     try:
-        values = tomllib.loads(text)
+        values = tomllib.loads("\n".join(lines))
     except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise ClusterError(f"{path}:{line[1] if line else 1}: not TOML: {error}") from error
-    head = _Table(path, text, "", 0, values, (*top, name))
-    items = values.get(name)
+        found = re.search(r"at line (\d+)", str(error))
+        raise ClusterError(f"{path}:{found[1] if found else 1}: not TOML: {error}") from error
+    starts = [number for number, line in enumerate(lines) if line.strip().startswith("[")]
+    ends = [*starts[1:], len(lines)]
+    items = values.pop(name, None)
+    top = _Table(path, lines[: min(starts, default=len(lines))], 1, values)
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
-        head.refuse(name, f"at least one table [[{name}]]", repr(items))
-    return head, [_Table(path, text, f"[[{name}]]", index, item, known) for index, item in enumerate(items)]
+        top.refuse(name, f"at least one table [[{name}]]", repr(items))
+    own = [(at, end) for at, end in zip(starts, ends, strict=False) if lines[at].strip().startswith(f"[[{name}]]")]
+    own += [(0, 0)] * (len(items) - len(own))  # tables that are written in another way
+    return top, [_Table(path, lines[at:end], at + 1, item) for (at, end), item in zip(own, items, strict=False)]
+
+
+def _rows(path: Path) -> Iterator[_Table]:
+    """Yield the rows of a CSV file, of which there is at least one."""
+    rows = csv.reader(_read(path).splitlines())
+    header = next(rows, [])
+    if header != list(_ROW):
+        raise ClusterError(f"{path}:1: expected the columns {','.join(_ROW)}, got {','.join(header) or 'nothing'}")
+    row: list[str] = []
+    for row in rows:
+        if len(row) != len(header):
+            raise ClusterError(f"{path}:{rows.line_num}: expected {len(header)} columns, got {len(row)}")
+        values = {name: text if name == "name" else _value(text) for name, text in zip(header, row, strict=True)}
+        yield _Table(path, (), rows.line_num, {**values, "gangs": row[-1].split()})
+    if not row:
+        raise ClusterError(f"{path}:1: expected at least one job, got none")
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _read(path: Path) -> str:
@@ -141,16 +160,14 @@ def read_cluster(path: Path) -> Cluster:
         ClusterError: something in it is wrong; the message begins with file and line.
         OSError: it cannot be read.
     """
-    head, tables = _tables(path, "node", ("restart_s",), ("kind", "count", "devices", "gpu"))
-    nodes: list[Nodes] = []
+    top, tables = _tables(path, "node")
+    nodes: dict[str, Nodes] = {}
     for table in tables:
-        kind = table.text("kind")
-        if any(kind == each.kind for each in nodes):
-            table.refuse("kind", "one table for every kind", f"a second one for {kind!r}")
-        nodes.append(
-            Nodes(kind=kind, count=table.whole("count", 1), devices=table.whole("devices"), gpu=table.flag("gpu"))
-        )
-    return Cluster(nodes=tuple(nodes), restart_s=head.number("restart_s", 0.0))
+        found = Nodes(**table.check(_NODE))
+        if found.kind in nodes:
+            table.refuse("kind", "one table for every kind", f"a second one for {found.kind!r}")
+        nodes[found.kind] = found
+    return Cluster(nodes=tuple(nodes.values()), restart_s=float(top.check(_TOP)["restart_s"]))
 
 
 def read_jobs(path: Path) -> tuple[Job, ...]:
@@ -160,67 +177,52 @@ def read_jobs(path: Path) -> tuple[Job, ...]:
         ClusterError: something in it is wrong; the message begins with file and line.
         OSError: it, or an estimate that it names, cannot be read.
     """
-    if path.suffix == ".csv":
-        return read_trace(path)
-    known = ("name", "steps", "arrival_s", "devices", "samples", "gangs", "estimate", "command")
+    is_trace = path.suffix == ".csv"
     jobs: dict[str, Job] = {}
-    for table in _tables(path, "job", (), known)[1]:
-        job = _job(path.parent, table)
+    for table in _rows(path) if is_trace else _tables(path, "job")[1]:
+        job = _job(table)
         if job.name in jobs:
             table.refuse("name", "a name of its own for every job", f"{job.name!r} again")
         jobs[job.name] = job
     return tuple(jobs.values())
 
 
-def _job(folder: Path, table: _Table) -> Job:
-    texts, source = table.texts("gangs"), table.text("estimate", "-")
+def _job(table: _Table) -> Job:
+    found = table.check(_JOB)
+    texts, source = found["gangs"], found.pop("estimate")
     if (source == "-") == (not texts):
         table.refuse("gangs", "either gangs or an estimate", "both" if texts else "neither")
     if texts:
-        gangs, samples = tuple(_gang(text, functools.partial(table.refuse, "gangs")) for text in texts), 1.0
+        gangs = tuple(_gang(text, table) for text in texts)
     else:
-        estimate = _read_estimate(folder / source, functools.partial(table.refuse, "estimate"))
-        gangs, samples = gangs_of(estimate), float(estimate.batch)
-    devices = table.whole("devices", 0, least=0)
-    if devices and all(gang.devices != devices for gang in gangs):
+        estimate = _read_estimate(table.path.parent / source, table)
+        gangs = gangs_of(estimate)
+        found["samples"] = table.values.get("samples", estimate.batch)
+    if found["devices"] and all(gang.devices != found["devices"] for gang in gangs):
         counts = sorted({gang.devices for gang in gangs})
-        table.refuse("devices", f"a number of devices that a gang has: {', '.join(map(str, counts))}", str(devices))
-    return Job(
-        name=table.text("name"),
-        steps=table.whole("steps"),
-        gangs=gangs,
-        arrival_s=table.number("arrival_s", 0.0),
-        devices=devices,
-        samples=table.number("samples", samples),
-        command=table.texts("command"),
-    )
+        expected = f"a number of devices that a gang has: {', '.join(map(str, counts))}"
+        table.refuse("devices", expected, str(found["devices"]))
+    numbers = {name: float(found[name]) for name in ("arrival_s", "samples")}
+    return Job(**{**found, **numbers, "gangs": gangs, "command": tuple(found["command"])})
 
 
-Refuse = Callable[[str, str], NoReturn]
-"""Raises an error with what was expected and what was found."""
-
-
-def _gang(text: str, refuse: Refuse) -> Gang:
+def _gang(text: str, table: _Table) -> Gang:
     found = re.fullmatch(r"([^\s:=]+):([1-9]\d*)=([0-9.eE+-]+)", text)
-    expected = "gangs such as h100:2=0.23, two devices and seconds per step"
-    if found is None:
-        refuse(expected, repr(text))
-    try:
-        step_s = float(found[3])
-    except ValueError:
-        refuse(expected, repr(text))
-    if not (0 < step_s < math.inf):
-        refuse("more than 0 seconds per step", repr(text))
-    return Gang(kind=found[1], devices=int(found[2]), step_s=step_s)
+    step_s = _value(found[3]) if found else text
+    if found is None or isinstance(step_s, str):
+        table.refuse("gangs", "gangs such as h100:2=0.23, two devices and seconds per step", repr(text))
+    if not 0 < step_s < math.inf:
+        table.refuse("gangs", "more than 0 seconds per step", repr(text))
+    return Gang(kind=found[1], devices=int(found[2]), step_s=float(step_s))
 
 
-def _read_estimate(path: Path, refuse: Refuse) -> Estimate:
+def _read_estimate(path: Path, table: _Table) -> Estimate:
     try:
         estimate = from_json(Estimate, parse(_read(path)))
     except ValueError as error:
-        refuse("a file that 'apollo estimate --save' wrote", f"{path}: {error}")
+        table.refuse("estimate", "a file that 'apollo estimate --save' wrote", f"{path}: {error}")
     if not gangs_of(estimate):
-        refuse("an estimate with a Cell that fits its devices", str(path))
+        table.refuse("estimate", "an estimate with a Cell that fits its devices", str(path))
     return estimate
 
 
@@ -241,64 +243,9 @@ def gangs_of(estimate: Estimate) -> tuple[Gang, ...]:
     return tuple(best.values())
 
 
-def read_trace(path: Path) -> tuple[Job, ...]:
-    """Return the jobs in a CSV file.
-
-    Raises:
-        ClusterError: something in it is wrong; the message begins with file and line.
-        OSError: it cannot be read.
-    """
-    rows = csv.reader(_read(path).splitlines())
-    header = next(rows, [])
-    if tuple(header) != _COLUMNS:
-        raise ClusterError(f"{path}:1: expected the columns {','.join(_COLUMNS)}, got {','.join(header) or 'nothing'}")
-    jobs: dict[str, Job] = {}
-    for row in rows:
-        refuse = functools.partial(_refuse_row, path, rows.line_num)
-        job = _row(row, refuse)
-        if job.name in jobs:
-            refuse("a name of its own for every job", f"{job.name!r} again")
-        jobs[job.name] = job
-    if not jobs:
-        _refuse_row(path, 1, "at least one job", "none")
-    return tuple(jobs.values())
-
-
-def _refuse_row(path: Path, line: int, expected: str, got: str) -> NoReturn:
-    raise ClusterError(f"{path}:{line}: expected {expected}, got {got}")
-
-
-def _row(row: Sequence[str], refuse: Refuse) -> Job:
-    if len(row) != len(_COLUMNS):
-        refuse(f"{len(_COLUMNS)} columns", str(len(row)))
-    fields = dict(zip(_COLUMNS, row, strict=True))
-
-    def number(name: str, least: float) -> float:
-        try:
-            value = float(fields[name])
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            refuse(f"{name} of at least {least:g}", repr(fields[name]))
-        return value
-
-    gangs = tuple(_gang(text, refuse) for text in fields["gangs"].split())
-    devices = int(number("devices", 0))
-    if not gangs or (devices and all(gang.devices != devices for gang in gangs)):
-        refuse(f"a gang of {devices} devices" if gangs else "at least one gang", repr(fields["gangs"]))
-    return Job(
-        name=fields["name"],
-        steps=int(number("steps", 1)),
-        gangs=gangs,
-        arrival_s=number("arrival_s", 0),
-        devices=devices,
-        samples=number("samples", 0),
-    )
-
-
 def format_trace(jobs: Sequence[Job]) -> str:
     """Return jobs as CSV."""
-    lines = [",".join(_COLUMNS)]
+    lines = [",".join(_ROW)]
     for job in jobs:
         gangs = " ".join(f"{gang.kind}:{gang.devices}={gang.step_s:g}" for gang in job.gangs)
         lines.append(f"{job.name},{job.arrival_s:g},{job.steps},{job.devices},{job.samples:g},{gangs}")

@@ -3,10 +3,10 @@
     step = fill_bubbles(schedule, encoders);  step(*args, target=..., encoder_inputs=...)
 
 Every rank of the pipeline holds a replica of each encoder. All ranks follow the plan that the first rank made
-(`pipeline/fill.py`) or was given: it assigns micro-batches to replicas, and places their work between operations of the
-pipeline. Durations that are not given are measured in the first steps, which use guesses (`measured_plan.py`). Features
-and their gradients are sent by isend and irecv on a separate process group, so that they do not wait behind the
-pipeline's activations. After the step, gradients are summed over the replicas in this group.
+(`pipeline/fill.py`): it assigns micro-batches to replicas, and places their work between operations of the pipeline.
+Durations that are not given are measured in the first steps, which use guesses (`measured_plan.py`). Features and their
+gradients are sent by isend and irecv on a separate process group, so that they do not wait behind the pipeline's
+activations. After the step, gradients are summed over the replicas in this group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from apollo_compile.distributed.measured_plan import MeasuredPlan
 from apollo_compile.distributed.pipeline.case import PipelineCase, make_schedule
-from apollo_compile.distributed.pipeline.check import check_orders
 from apollo_compile.distributed.pipeline.durations import (
     GUESS_NS,
     Durations,
@@ -101,7 +100,7 @@ class FilledPipeline:
     def prediction(self) -> StepPrediction | None:
         """Durations that the plan was made from, given or measured, and the predicted step, in nanoseconds.
 
-        None while durations are measured, and if `orders` were given.
+        None while durations are measured.
         """
         return self._plan.prediction
 
@@ -396,8 +395,6 @@ def fill_bubbles(
     *,
     times: StageTimes | None = None,
     group: dist.ProcessGroup | None = None,
-    orders: Orders | None = None,
-    replica_of: Sequence[Sequence[int]] | None = None,
 ) -> FilledPipeline:
     """Return a step of a pipeline with encoders in its bubbles; every rank of the pipeline calls it.
 
@@ -409,11 +406,9 @@ def fill_bubbles(
             if some are given, they are nanoseconds.
         group: process group of the pipeline's ranks, in their order, for features and gradients only; None makes one,
             which requires that the pipeline has all ranks of the job.
-        orders: operations of every rank to follow instead of a plan, with `replica_of`; nothing is measured.
-        replica_of: by encoder and micro-batch, the rank that computes it.
 
     Raises:
-        PipelinePlanError: the pipeline cannot be filled, or cannot run in the given order; the message has the reason.
+        PipelinePlanError: the pipeline cannot be filled; the message has the reason.
     """
     facts = facts_of(schedule)
     all_encoders = [encoders] if isinstance(encoders, BubbleEncoder) else list(encoders)
@@ -436,21 +431,13 @@ def fill_bubbles(
             all_encoders, durations.forward_ns, durations.backward_ns, strict=True
         )
     )
-    if (orders is None) != (replica_of is None):
-        raise PipelinePlanError("orders and replica_of describe one plan; give both or neither")
-    if orders is None or replica_of is None:
-        plan = plan_step(plain, planned, durations)
-        if wanted:
-            plan = replace(plan, prediction=None)
-    else:
-        plan = StepPlan(orders=orders, replica_of=tuple(map(tuple, replica_of)), prediction=None)
-        wanted = frozenset()
-    check_orders(plan.orders, plain, planned, plan.replica_of)
+    plan = plan_step(plain, planned, durations)
+    if wanted:
+        plan = replace(plan, prediction=None)
     own_group = _make_group(facts) if group is None else group
     shared: list[Any] = [plan, wanted]
     dist.broadcast_object_list(shared, group=own_group, group_src=0)
     plan, wanted = shared
-    check_orders(plan.orders, plain, planned, plan.replica_of)
     measured = None
     if wanted:
         measured = MeasuredPlan(

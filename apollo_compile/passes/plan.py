@@ -62,7 +62,6 @@ def make_plan(
     seed: int = 0,
     time_limit_s: float = 2.0,
     work_s: float | None = None,
-    fixed_effort: bool = True,
     memory_quota: int | None = None,
     pinned: Plan | None = None,
 ) -> Plan:
@@ -77,7 +76,6 @@ def make_plan(
         seed: seed of the planner's random moves and of the solver.
         time_limit_s: seconds after which the search stops with the best plan so far.
         work_s: seconds that the planned amount of search takes; None is half of `time_limit_s`.
-        fixed_effort: limit the search by work, not by time, so that every machine finds the same plan.
         memory_quota: bytes that buffers made by the graph may take at any instant; None is no limit.
         pinned: a plan of this graph on these lanes; its lanes and order are kept.
 
@@ -97,7 +95,6 @@ def make_plan(
         seed=seed,
         time_limit_s=time_limit_s,
         work_s=work_s,
-        is_fixed=fixed_effort,
         use_solver=planner == "cp_sat",
     )
     try:
@@ -378,10 +375,10 @@ def _explain_infeasible(
 ) -> InfeasiblePlanError:
     if memory_quota is None:
         raise InvariantError(f"make_plan: no plan for {graph.name} without a memory quota; the serial plan is one")
-    held = [0] * len(graph.segments)
-    for hold in problem.holds:
-        held[hold.task] += hold.amount
-    needed = [held[task] + min(mode.demands[0] for mode in problem.tasks[task].modes) for task in range(len(held))]
+    needed = [
+        problem.held(number, 0) + min(mode.demand(0) for mode in task.modes)
+        for number, task in enumerate(problem.tasks)
+    ]
     largest = max(range(len(needed)), key=needed.__getitem__)
     peak = problem.peak(serial_schedule(problem), 0)
     return InfeasiblePlanError(

@@ -2,7 +2,7 @@
 
     solve_apart(problem, effort) -> Solution    `solve.solve` in the subprocess
     bound_apart(problem) -> int                 `bounds.lower_bound` in the subprocess
-    place_apart(fleet, starts, ...) -> Placed   `place.place` in the subprocess
+    place_apart(fleet, starts, ...) -> Placed   `placement.place` in the subprocess
 
 The process starts with the first request, serves all later ones, and ends with its parent, or after `IDLE_S` without a
 request. OR-Tools is imported there only, and its work does not hold the parent's GIL. Requests are pickled, answers are
@@ -43,8 +43,7 @@ from typing import Any
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.place import Placed, place
-from apollo_compile.planner.placement import Choice, Fleet, violations
+from apollo_compile.planner.placement import Choice, Fleet, Placed, place, violations
 from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import execute
 from apollo_compile.planner.solve import Effort, Solution, solve
@@ -103,7 +102,7 @@ def bound_apart(problem: Problem) -> int:
 
 
 def place_apart(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float) -> Placed:
-    """Return the best placement found within a time; `place.place` has the arguments.
+    """Return the best placement found within a time; `placement.place` has the arguments.
 
     Raises:
         InfeasiblePlanError: no placement keeps the memory.

@@ -19,8 +19,8 @@ and the mode of every task can be chosen independently, so
 
 for *any* weights (a Lagrangian relaxation). The weights are the dual values of the linear program over (1) and (2).
 Violated loads are added as cuts until there are none or the bound stops improving: of all pairs (a, b), with S all
-tasks between, and of all thresholds of head and tail, those with the longest path through them. Then the weights are
-rounded and the inequality is evaluated in integers, so the proof depends neither on the solver nor on floating point.
+tasks between, those with the longest path through them. Then the weights are rounded and the inequality is evaluated in
+integers, so the proof depends neither on the solver nor on floating point.
 
 In the linear program a task may be half on many units and half on few, which weakens the bound by a few percent where
 two towers of few large layers share the device. So the longest path and the longest path of the remaining tasks are
@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from apollo_compile.planner.problem import Mode, Problem
+from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import tail_lengths
 from apollo_compile.planner.two_chains import Chain, shortest_makespan
 
@@ -116,7 +116,10 @@ class _Network:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.modes = [_useful_modes(problem, task) for task in range(len(problem.tasks))]
+        self.modes = [
+            [task.modes[mode] for mode in problem.fitting_modes(number)] or list(task.modes)
+            for number, task in enumerate(problem.tasks)
+        ]
         self.durations = [[mode.duration for mode in modes] for modes in self.modes]
         self.capacities = [1] * len(problem.atom_sizes) + list(problem.capacities)
         """Capacities of atoms, and then of renewable resources."""
@@ -141,11 +144,9 @@ class _Network:
         return [[mode.duration if atom in lanes[mode.lane] else 0 for mode in modes] for modes in self.modes]
 
     def _uses_of_renewable(self, resource: int) -> list[list[int]]:
-        held = [0] * len(self.modes)
-        for hold in self.problem.holds:
-            held[hold.task] += hold.amount if hold.resource == resource else 0
+        held = [self.problem.held(task, resource) for task in range(len(self.modes))]
         return [
-            [mode.duration * ((mode.demands[resource] if mode.demands else 0) + held[task]) for mode in modes]
+            [mode.duration * (mode.demand(resource) + held[task]) for mode in modes]
             for task, modes in enumerate(self.modes)
         ]
 
@@ -238,30 +239,6 @@ class _Network:
         return max(0, -(-constant // into_end)) if into_end else 0
 
 
-def _useful_modes(problem: Problem, task: int) -> list[Mode]:
-    """Return the modes that fit the capacities and that no other mode dominates."""
-    held = [0] * len(problem.capacities)
-    for hold in problem.holds:
-        held[hold.resource] += hold.amount if hold.task == task else 0
-
-    def fits(mode: Mode) -> bool:
-        demands = mode.demands or (0,) * len(held)
-        return all(d + h <= c for d, h, c in zip(demands, held, problem.capacities, strict=True))
-
-    def is_as_good(one: Mode, other: Mode) -> bool:
-        return (
-            problem.lanes[one.lane] <= problem.lanes[other.lane]
-            and one.duration <= other.duration
-            and all(a <= b for a, b in zip(one.demands, other.demands or (0,) * len(one.demands), strict=True))
-        )
-
-    kept: list[Mode] = []
-    for mode in problem.tasks[task].modes:
-        if fits(mode) and not any(is_as_good(other, mode) for other in kept):
-            kept = [other for other in kept if not is_as_good(mode, other)] + [mode]
-    return kept or list(problem.tasks[task].modes)
-
-
 class _Program:
     """The linear program over (1) and (2), to which rows can be added."""
 
@@ -334,7 +311,6 @@ class _Program:
         found: list[tuple[float, _Cut]] = []
         for resource, load in enumerate(loads):
             found += [pair for pair in self._loads_between(resource, load, heads + durations, tails) if pair[0] > least]
-            found += [pair for pair in self._load_of_thresholds(resource, load, steps) if pair[0] > least]
         found.sort(key=lambda pair: -pair[0])
         num_cuts = len(self.cuts)
         for _, cut in found:
@@ -382,20 +358,6 @@ class _Program:
                         before=int(before) if before < num_tasks else None,
                     ),
                 )
-
-    def _load_of_thresholds(self, resource: int, load: _Array, steps: float) -> Iterator[tuple[float, _Cut]]:
-        """Yield the load with the longest path, of all tasks whose head and tail are at least some thresholds."""
-        heads, tails = np.array(self.network.heads), np.array(self.network.tails)
-        head_steps, tail_steps = np.unique(heads), np.unique(tails)
-        sums = np.zeros((len(head_steps), len(tail_steps)))
-        np.add.at(sums, (np.searchsorted(head_steps, heads), np.searchsorted(tail_steps, tails)), load)
-        sums = sums[::-1, ::-1].cumsum(axis=0).cumsum(axis=1)[::-1, ::-1]
-        lengths = np.rint(head_steps * steps)[:, None] + np.rint(tail_steps * steps)[None, :] + sums
-        lengths = np.where(sums > 0, lengths, 0.0)
-        head, tail = np.unravel_index(int(lengths.argmax()), lengths.shape)
-        if lengths[head, tail] > 0:
-            tasks = np.flatnonzero((heads >= head_steps[head]) & (tails >= tail_steps[tail]))
-            yield float(lengths[head, tail]), self.network.load(resource, tuple(tasks.tolist()))
 
 
 def _closure(successors: Sequence[Sequence[int]]) -> _Array:

@@ -45,7 +45,6 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from apollo_compile.planner.modes import demand_of
 from apollo_compile.planner.problem import Hold, Mode, Problem
 
 MAX_AMOUNT = 1_000_000
@@ -257,7 +256,7 @@ def _limit_renewables(model: Model) -> bool:
     runs: dict[int, cp_model.IntervalVar] = {}
     for resource, capacity in enumerate(problem.capacities):
         demands = [
-            [(task_mode, demand_of(problem, task_mode.task, task_mode.index, resource)) for task_mode in task_modes]
+            [(task_mode, task_mode.mode.demand(resource)) for task_mode in task_modes]
             for task_modes in model.task_modes
         ]
         users = [demand for demand in demands if any(amount for _, amount in demand)]

@@ -1,23 +1,32 @@
-"""Placement of modules on groups of devices: the problem, its schedules, and their check.
+"""Placement of modules on groups of devices: the problem, its schedules, their check, and the search for a short one.
 
+    place(fleet, starts, seconds=...) -> Placed
     Scheduler(fleet).schedule(choices, order) -> Placement;  violations(fleet, placement) -> [text]
 
 A fleet has equal devices in a row. A module takes an aligned group of them (a group of n devices begins at a multiple
 of n) in one of its modes, and keeps it: all its tasks run there, on the units of its mode on each device of the group.
-An arc delays a task after another: by nothing if both modules have the same group, else by a time that depends on the
-numbers of devices. At every instant, the units in use on a device are at most its own; the memory of all modules on a
-device is at most its memory. Times are integers.
+An arc lets a task wait for the end of another. At every instant, the units in use on a device are at most its own; the
+memory of all modules on a device is at most its memory. Times are integers.
+
+Descents from given choices, and from those in which all modules have the same group, change the mode and the place of
+one module at a time. Then CP-SAT on devices (`placement_model.py`) improves the best for a small fleet, and may prove
+it; for a large one, CP-SAT on a pool of devices gives a lower bound.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-GOOD = 1e-3
-"""Share of a makespan above its bound at which searches end."""
+from apollo_compile.errors import InfeasiblePlanError
+
+DESCENTS_SHARE, POOL_SHARE = 0.5, 0.25
+"""Shares of the time: for descents, at most, and for CP-SAT on the pool, whose bound soon stays the same."""
+
+MOST_INTERVALS = 6_000
+"""Intervals on devices up to which CP-SAT places modules in useful time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +54,6 @@ class Arc(NamedTuple):
 
     before: int
     after: int
-    delays: Mapping[tuple[int, int], int]
-    """By numbers of devices (before, after), if the groups differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +84,15 @@ class Placement:
     makespan: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """The best placement that was found."""
+
+    placement: Placement
+    bound: int
+    """Lower bound of the makespan of all placements."""
+
+
 def groups_of(fleet: Fleet, mode: Mode) -> range:
     """Return the first devices that a mode may have."""
     return range(0, fleet.devices - mode.devices + 1, mode.devices)
@@ -86,15 +102,6 @@ def duration_of(fleet: Fleet, task: int, choices: Sequence[Choice]) -> int:
     """Return the duration of a task."""
     work = fleet.tasks[task]
     return work.durations[choices[work.module][0]]
-
-
-def delay_of(fleet: Fleet, arc: Arc, choices: Sequence[Choice]) -> int:
-    """Return the time between the end of a task and the start of the one that waits for it."""
-    (before, one), (after, other) = (
-        (choices[module][1], fleet.modules[module][choices[module][0]].devices)
-        for module in (fleet.tasks[arc.before].module, fleet.tasks[arc.after].module)
-    )
-    return 0 if (before, one) == (after, other) else arc.delays.get((one, other), 0)
 
 
 def memory_of(fleet: Fleet, choices: Sequence[Choice]) -> list[int]:
@@ -116,43 +123,32 @@ class Scheduler:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self._module_of = [task.module for task in fleet.tasks]
-        self._waits: list[list[Arc]] = [[] for _ in fleet.tasks]
-        self._followers: list[list[Arc]] = [[] for _ in fleet.tasks]
+        self._before: list[list[int]] = [[] for _ in fleet.tasks]
+        self._after: list[list[int]] = [[] for _ in fleet.tasks]
         for arc in fleet.arcs:
-            self._waits[arc.after].append(arc)
-            self._followers[arc.before].append(arc)
+            self._before[arc.after].append(arc.before)
+            self._after[arc.before].append(arc.after)
 
     def critical_order(self, choices: Sequence[Choice]) -> list[int]:
         """Return the tasks in an order that starts those with the longest rest of the step first."""
-        tails = self._tails(choices)
-        return sorted(range(len(tails)), key=lambda task: (-tails[task], task))
-
-    def _tails(self, choices: Sequence[Choice]) -> list[int]:
-        """Return the least time from the start of every task to the end of the step."""
         fleet = self.fleet
         tails = [0] * len(fleet.tasks)
         for task in reversed(range(len(fleet.tasks))):
-            rest = [delay_of(fleet, arc, choices) + tails[arc.after] for arc in self._followers[task]]
-            tails[task] = max(rest, default=0) + duration_of(fleet, task, choices)
-        return tails
+            tails[task] = max((tails[other] for other in self._after[task]), default=0)
+            tails[task] += duration_of(fleet, task, choices)
+        return sorted(range(len(tails)), key=lambda task: (-tails[task], task))
 
-    def order_of(self, placement: Placement) -> list[int]:
+    def order_of(self, starts: Sequence[int]) -> list[int]:
         """Return the tasks by start, each after those that it waits for."""
-        place = sorted(range(len(self.fleet.tasks)), key=lambda task: (placement.starts[task], task))
-        order: list[int] = []
-        done = [False] * len(place)
-        while place:
-            ready = next(task for task in place if all(done[arc.before] for arc in self._waits[task]))
-            place.remove(ready)
-            order.append(ready)
-            done[ready] = True
-        return order
+        found = list(starts)
+        for task, before in enumerate(self._before):
+            found[task] = max(found[task], *(found[other] for other in before), 0)
+        return sorted(range(len(found)), key=lambda task: (found[task], task))
 
     def settle(self, placement: Placement) -> Placement:
         """Return the placement with all tasks as early as their order allows."""
         while True:
-            again = self.schedule(placement.choices, self.order_of(placement))
+            again = self.schedule(placement.choices, self.order_of(placement.starts))
             if again.starts == placement.starts:
                 return again
             placement = again
@@ -169,61 +165,48 @@ class Scheduler:
             choices: mode and first device of every module.
             order: all tasks; none before a task that it waits for.
         """
-        placement = self.schedule_within(choices, order, math.inf)
-        assert placement is not None  # no schedule is longer
-        return placement
-
-    def schedule_within(self, choices: Sequence[Choice], order: Sequence[int], limit: float) -> Placement | None:
-        """Return the schedule of an order; None if it is longer than the limit."""
-        fleet, module_of = self.fleet, self._module_of
-        masks, units = [], []
-        for modes, (mode, first) in zip(fleet.modules, choices, strict=True):
-            masks.append(((1 << modes[mode].devices) - 1) << first)
-            units.append(modes[mode].units)
-        tails = self._tails(choices) if limit < math.inf else [0] * len(fleet.tasks)
+        fleet = self.fleet
+        modes = [modes[mode] for modes, (mode, _) in zip(fleet.modules, choices, strict=True)]
+        masks = [((1 << mode.devices) - 1) << first for mode, (_, first) in zip(modes, choices, strict=True)]
         starts, ends = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
-        placed: list[tuple[int, int, int]] = []
-        """Start, end and module of the tasks that have a place."""
+        placed: list[_Use] = []
         for task in order:
-            module = module_of[task]
-            mask, spare = masks[module], fleet.units - units[module]
-            start = 0
-            for arc in self._waits[task]:
-                start = max(start, ends[arc.before] + delay_of(fleet, arc, choices))
-            duration = fleet.tasks[task].durations[choices[module][0]]
+            module, duration = fleet.tasks[task].module, duration_of(fleet, task, choices)
+            mask, spare = masks[module], fleet.units - modes[module].units
+            start = max((ends[other] for other in self._before[task]), default=0)
             if duration:
-                rivals = sorted(other for other in placed if other[1] > start and masks[other[2]] & mask)
-                alone = [(begin, end) for begin, end, other in rivals if units[other] > spare]
-                beside = [
-                    (begin, end, masks[other], units[other]) for begin, end, other in rivals if units[other] <= spare
-                ]
-                while True:
-                    for begin, end in alone:
-                        if begin >= start + duration:
-                            break
-                        start = max(start, end)
-                    both = [other for other in beside if other[0] < start + duration and other[1] > start]
-                    if len(both) < 2 or _has_room(both, mask, spare):
+                rivals = [use for use in placed if use.end > start and use.mask & mask]
+                for instant in (start, *sorted(use.end for use in rivals)):  # room grows only where a task ends
+                    start = instant
+                    beside = [use for use in rivals if use.start < start + duration and use.end > start]
+                    if _has_room(beside, mask, spare):
                         break
-                    start = min(end for _, end, _, _ in both)
-                placed.append((start, start + duration, module))
-                if start + tails[task] > limit:
-                    return None
+                placed.append(_Use(start, start + duration, mask, modes[module].units))
             starts[task], ends[task] = start, start + duration
         return Placement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
 
 
-def _has_room(others: Sequence[tuple[int, int, int, int]], mask: int, spare: int) -> bool:
-    """Return whether no device of `mask` has more than `spare` units in use while `others` run."""
-    for instant, _, _, _ in others:  # the use of a device grows only when a task starts
-        running = [(other, units) for start, end, other, units in others if start <= instant < end]
-        if sum(units for _, units in running) <= spare:
-            continue
-        shared = mask
+class _Use(NamedTuple):
+    """Devices that a task uses for a time."""
+
+    start: int
+    end: int
+    mask: int
+    """A bit per device."""
+    units: int
+
+
+def _has_room(beside: Sequence[_Use], mask: int, spare: int) -> bool:
+    """Return whether no device of `mask` has more than `spare` units in use at any time."""
+    if any(use.units > spare for use in beside):
+        return False
+    for instant in (use.start for use in beside) if len(beside) > 1 else ():  # use grows only where a task starts
+        running = [use for use in beside if use.start <= instant < use.end]
+        shared = mask if sum(use.units for use in running) > spare else 0
         while shared:
             device = shared & -shared
             shared ^= device
-            if sum(units for other, units in running if other & device) > spare:
+            if sum(use.units for use in running if use.mask & device) > spare:
                 return False
     return True
 
@@ -244,9 +227,9 @@ def violations(fleet: Fleet, placement: Placement) -> list[str]:
     if placement.makespan != max(ends, default=0) or min(starts, default=0) < 0:
         found.append(f"its makespan is {placement.makespan}, its last task ends at {max(ends, default=0)}")
     found += [
-        f"task {arc.after} starts before task {arc.before} has ended and its output has arrived"
+        f"task {arc.after} starts before task {arc.before} has ended"
         for arc in fleet.arcs
-        if starts[arc.after] < ends[arc.before] + delay_of(fleet, arc, choices)
+        if starts[arc.after] < ends[arc.before]
     ]
     if not fits(fleet, choices):
         found.append(f"a device holds {max(memory_of(fleet, choices))} bytes of {fleet.memory}")
@@ -260,3 +243,107 @@ def violations(fleet: Fleet, placement: Placement) -> list[str]:
         if max(used) > fleet.units:
             found.append(f"device {used.index(max(used))} uses {max(used)} of {fleet.units} units at {instant}")
     return found
+
+
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, use_solver: bool = True) -> Placed:
+    """Return the best placement found within a time, not longer than any of `starts` that keeps the memory.
+
+    Arguments:
+        fleet: the problem.
+        starts: choices to begin with.
+        seconds: time limit.
+        use_solver: use CP-SAT; without it, bounds are weak.
+
+    Raises:
+        InfeasiblePlanError: no placement keeps the memory; the message has the least that is enough.
+    """
+    begin = time.monotonic()
+    scheduler = Scheduler(fleet)
+    kept = [choices for choices in dict.fromkeys((*map(tuple, starts), *_uniform(fleet))) if fits(fleet, choices)]
+    if not kept and not use_solver:
+        raise InfeasiblePlanError(f"no placement was found that keeps the memory of {fleet.memory} bytes per device")
+    if use_solver:
+        from apollo_compile.planner import placement_model
+    if not kept:
+        least = placement_model.least_memory(fleet, seconds=seconds / 4)
+        memory = max(memory_of(fleet, least.choices))
+        if fleet.memory is not None and memory > fleet.memory:
+            raise InfeasiblePlanError(
+                f"no placement of {len(fleet.modules)} modules on {fleet.devices} devices keeps the memory of "
+                f"{fleet.memory} bytes per device: {'the least that is enough' if least.bound == memory else 'enough'} "
+                f"is {memory} bytes"
+            )
+        kept = [least.choices]
+    found = sorted((scheduler.best_of_orders(choices) for choices in kept), key=_makespan)
+    for turn, start in enumerate(found, 1):
+        deadline = begin + seconds * DESCENTS_SHARE * turn / len(found)
+        found[turn - 1] = _descend(scheduler, start, deadline)
+    best, bound = min(found, key=_makespan), _simple_bound(fleet)
+    if use_solver and bound < best.makespan:
+        count = sum(len(groups_of(fleet, m)) * m.devices for task in fleet.tasks for m in fleet.modules[task.module])
+        is_pool = count > MOST_INTERVALS
+        left = seconds * POOL_SHARE if is_pool else begin + seconds - time.monotonic()
+        outcome = placement_model.search(fleet, is_pool=is_pool, hint=best, bound=bound, seconds=max(0.1, left))
+        bound = outcome.bound
+        if outcome.choices and not is_pool:
+            best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=_makespan)
+    return Placed(placement=best, bound=min(bound, best.makespan))
+
+
+def _makespan(placement: Placement) -> int:
+    return placement.makespan
+
+
+def _uniform(fleet: Fleet) -> list[tuple[Choice, ...]]:
+    """Return choices in which all modules have about the same devices and units, from the first device on."""
+
+    def nearest(modes: Sequence[Mode], devices: int, units: int) -> int:
+        return min(
+            range(len(modes)), key=lambda index: (abs(modes[index].devices - devices), abs(modes[index].units - units))
+        )
+
+    kinds = {(mode.devices, mode.units) for modes in fleet.modules for mode in modes}
+    return [tuple((nearest(modes, *kind), 0) for modes in fleet.modules) for kind in sorted(kinds)]
+
+
+def _simple_bound(fleet: Fleet) -> int:
+    """Return the larger of the longest chain in the fastest modes and the least work over all devices."""
+    ends, ready = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
+    after: list[list[int]] = [[] for _ in fleet.tasks]
+    for arc in fleet.arcs:
+        after[arc.before].append(arc.after)
+    for task, work in enumerate(fleet.tasks):
+        ends[task] = ready[task] + min(work.durations)
+        for later in after[task]:
+            ready[later] = max(ready[later], ends[task])
+    least = sum(
+        min(
+            sum(task.durations[number] for task in fleet.tasks if task.module == index) * mode.devices * mode.units
+            for number, mode in enumerate(modes)
+        )
+        for index, modes in enumerate(fleet.modules)
+    )
+    return max(*ends, -(-least // (fleet.devices * fleet.units)))
+
+
+def _descend(scheduler: Scheduler, best: Placement, deadline: float) -> Placement:
+    """Return a placement that no other mode of one module makes shorter, each on its least loaded devices."""
+    fleet, before = scheduler.fleet, -1
+    while before != best.makespan and time.monotonic() < deadline:
+        before = best.makespan
+        for module, modes in enumerate(fleet.modules):
+            load = [0] * fleet.devices
+            for task in fleet.tasks:
+                number, first = best.choices[task.module]
+                mode = fleet.modules[task.module][number]
+                for device in range(first, first + mode.devices) if task.module != module else ():
+                    load[device] += task.durations[number] * mode.units
+            for number, mode in enumerate(modes):
+                first = min(groups_of(fleet, mode), key=lambda each: max(load[each : each + mode.devices]))
+                choices = (*best.choices[:module], (number, first), *best.choices[module + 1 :])
+                if fits(fleet, choices) and time.monotonic() < deadline:
+                    best = min(best, scheduler.schedule(choices, scheduler.critical_order(choices)), key=_makespan)
+    return best

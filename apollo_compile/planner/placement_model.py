@@ -1,27 +1,29 @@
 """Constraint programming for placements: CP-SAT on devices, or on a pool of devices for a lower bound.
 
-    search(fleet, is_pool=..., ...) -> Outcome;  least_memory(fleet, seconds=...) -> Least
+    search(fleet, is_pool=..., ...), least_memory(fleet, seconds=...) -> Outcome
 
-In the pool a module has a number of devices but no place: the units of all devices are one resource, and modules with
-equally many devices have the same group. Every placement is a solution of the pool, so its bound holds, and there are
-few choices. Times are rounded down to ticks, which keeps bounds valid; schedules are computed again by the caller.
+In the pool a module has a number of devices but no place: the units of all devices are one resource. Every placement is
+a solution of the pool, so its bound holds, and there are few choices. Times are rounded down to ticks, which keeps
+bounds valid; schedules are computed again by the caller.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
 from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.planner.placement import GOOD, Choice, Fleet, Placement, groups_of
+from apollo_compile.planner.placement import Choice, Fleet, Placement, groups_of
 
 MOST_TICKS = 50_000
 """Ticks of the longest schedule that is searched for."""
+
+GOOD = 1e-3
+"""Share of a makespan above its bound at which a search ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,28 +35,10 @@ class Outcome:
     order: tuple[int, ...]
     """Tasks by start."""
     bound: int
-    is_proven: bool
-    """Whether no solution of the model is better."""
+    """Lower bound of what is minimised."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Least:
-    """The placement with the least memory of any device that was found."""
-
-    choices: tuple[Choice, ...]
-    memory: int
-    is_proven: bool
-
-
-def search(
-    fleet: Fleet,
-    *,
-    hint: Placement,
-    bound: int,
-    seconds: float,
-    options: Sequence[Sequence[Choice]] | None = None,
-    is_pool: bool = False,
-) -> Outcome:
+def search(fleet: Fleet, *, hint: Placement, bound: int, seconds: float, is_pool: bool = False) -> Outcome:
     """Search for a schedule that is shorter than the hint.
 
     Arguments:
@@ -62,37 +46,30 @@ def search(
         hint: a valid placement.
         bound: a lower bound of the makespan.
         seconds: time limit.
-        options: by module, the choices to search; the outcome's bound holds for these only. None is all.
         is_pool: leave out where the groups are, for a lower bound and numbers of devices.
     """
     tick = max(1, hint.makespan // MOST_TICKS)
-    if is_pool:
-        options = [[(number, 0) for number in range(len(modes))] for modes in fleet.modules]
-    model = _Model(fleet, options or _all_choices(fleet), tick, -(-hint.makespan // tick), is_pool)
+    model = _Model(fleet, tick, -(-hint.makespan // tick), is_pool)
     model.cp.add(model.makespan >= bound // tick)
     model.hint(hint)
     model.cp.minimize(model.makespan)
     solver, status = _solve(model.cp, seconds)
     floor = solver.best_objective_bound
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    starts = [solver.value(start) for start in model.starts] if found else []
-    ends = [solver.value(end) for end in model.ends] if found else []
+    order: list[int] = []
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        times = [(solver.value(start), solver.value(end)) for start, end in zip(model.starts, model.ends, strict=True)]
+        order = sorted(range(len(times)), key=lambda task: (times[task], task))
     return Outcome(
-        choices=tuple(
-            next(option for option, on in options.items() if solver.boolean_value(on)) for options in model.at
-        )
-        if found
-        else (),
-        order=tuple(sorted(range(len(starts)), key=lambda task: (starts[task], ends[task], task))),
+        choices=_chosen(solver, model.at) if order else (),
+        order=tuple(order),
         bound=max(bound, round(floor) * tick if math.isfinite(floor) else 0),
-        is_proven=status in (cp_model.OPTIMAL, cp_model.INFEASIBLE),
     )
 
 
-def least_memory(fleet: Fleet, *, seconds: float) -> Least:
-    """Return the placement with the least memory of the fullest device."""
+def least_memory(fleet: Fleet, *, seconds: float) -> Outcome:
+    """Return the choices with the least memory of the fullest device, and a lower bound of that."""
     cp = cp_model.CpModel()
-    at = _options(cp, _all_choices(fleet))
+    at = _options(cp, fleet)
     most = cp.new_int_var(0, sum(max(mode.memory for mode in modes) for modes in fleet.modules), "most")
     for device in range(fleet.devices):
         cp.add(_memory_on(fleet, at, device) <= most)
@@ -100,8 +77,7 @@ def least_memory(fleet: Fleet, *, seconds: float) -> Least:
     solver, status = _solve(cp, seconds)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise InvariantError(f"CP-SAT found no placement without a limit of memory: {solver.status_name(status)}")
-    choices = tuple(next(option for option, on in options.items() if solver.boolean_value(on)) for options in at)
-    return Least(choices=choices, memory=solver.value(most), is_proven=status == cp_model.OPTIMAL)
+    return Outcome(choices=_chosen(solver, at), order=(), bound=round(solver.best_objective_bound))
 
 
 def _solve(cp: cp_model.CpModel, seconds: float) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
@@ -118,22 +94,25 @@ def _solve(cp: cp_model.CpModel, seconds: float) -> tuple[cp_model.CpSolver, cp_
 
 
 _Options = list[dict[Choice, cp_model.IntVar]]
+"""By module and choice, whether it is chosen."""
 
 
-def _all_choices(fleet: Fleet) -> list[list[Choice]]:
-    return [
-        [(number, first) for number, mode in enumerate(modes) for first in groups_of(fleet, mode)]
-        for modes in fleet.modules
-    ]
-
-
-def _options(cp: cp_model.CpModel, options: Sequence[Sequence[Choice]]) -> _Options:
+def _options(cp: cp_model.CpModel, fleet: Fleet, *, is_pool: bool = False) -> _Options:
     """Return a variable for every choice of every module, of which one is true."""
     at: _Options = []
-    for index, choices in enumerate(options):
+    for index, modes in enumerate(fleet.modules):
+        choices = [
+            (number, first)
+            for number, mode in enumerate(modes)
+            for first in ((0,) if is_pool else groups_of(fleet, mode))
+        ]
         at.append({choice: cp.new_bool_var(f"module {index} in mode {choice[0]} at {choice[1]}") for choice in choices})
         cp.add_exactly_one(at[-1].values())
     return at
+
+
+def _chosen(solver: cp_model.CpSolver, at: _Options) -> tuple[Choice, ...]:
+    return tuple(next(choice for choice, on in options.items() if solver.boolean_value(on)) for options in at)
 
 
 def _memory_on(fleet: Fleet, at: _Options, device: int) -> cp_model.LinearExprT:
@@ -151,29 +130,23 @@ class _Model:
 
     Arguments:
         fleet: the problem.
-        options: by module, the choices to search.
         tick: unit of time in the model.
         horizon: longest makespan, in ticks.
         is_pool: whether devices are one pool.
     """
 
-    def __init__(
-        self, fleet: Fleet, options: Sequence[Sequence[Choice]], tick: int, horizon: int, is_pool: bool
-    ) -> None:
+    def __init__(self, fleet: Fleet, tick: int, horizon: int, is_pool: bool) -> None:
         self.fleet, self.tick, self.is_pool = fleet, tick, is_pool
         self.cp = cp_model.CpModel()
-        self.at = _options(self.cp, options)
+        self.at = _options(self.cp, fleet, is_pool=is_pool)
         self.makespan = self.cp.new_int_var(0, horizon, "makespan")
         self.starts = [self.cp.new_int_var(0, horizon, f"start {task}") for task in range(len(fleet.tasks))]
         self.ends = [self.cp.new_int_var(0, horizon, f"end {task}") for task in range(len(fleet.tasks))]
-        self.in_mode = [
-            [sum(on for (number, _), on in options.items() if number == mode) for mode in range(len(modes))]
-            for modes, options in zip(fleet.modules, self.at, strict=True)
-        ]
         self._add_tasks()
-        self._add_arcs()
+        for arc in fleet.arcs:
+            self.cp.add(self.starts[arc.after] >= self.ends[arc.before])
         if not is_pool and fleet.memory is not None:
-            for device in self._distinct_devices():
+            for device in range(fleet.devices):
                 self.cp.add(_memory_on(fleet, self.at, device) <= fleet.memory)
 
     def hint(self, placement: Placement) -> None:
@@ -188,61 +161,32 @@ class _Model:
     def _add_tasks(self) -> None:
         """Add the tasks with the units that they use."""
         fleet, cp = self.fleet, self.cp
-        users: dict[int, list[tuple[cp_model.IntervalVar, int]]] = {
-            device: [] for device in ((0,) if self.is_pool else self._distinct_devices())
-        }
+        whole = fleet.devices * fleet.units
+        users: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in range(1 if self.is_pool else fleet.devices)]
         own: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in fleet.modules]
         work: list[list[cp_model.LinearExprT]] = [[] for _ in fleet.tasks]
-        work_everywhere: list[list[cp_model.LinearExprT]] = [[] for _ in fleet.tasks]
         for index, task in enumerate(fleet.tasks):
-            length = sum(
-                (duration // self.tick) * self.in_mode[task.module][mode]
-                for mode, duration in enumerate(task.durations)
-            )
-            cp.add(self.ends[index] == self.starts[index] + length)
-            cp.add(self.ends[index] <= self.makespan)
             for (number, first), on in self.at[task.module].items():
                 mode, duration = fleet.modules[task.module][number], task.durations[number] // self.tick
-                if not duration:
-                    continue
                 interval = cp.new_optional_interval_var(
                     self.starts[index], duration, self.ends[index], on, f"task {index} in mode {number} at {first}"
                 )
-                work[index].append(on * (duration * mode.units))
-                work_everywhere[index].append(on * (duration * mode.units * mode.devices))
+                work[index].append(on * (duration * mode.units * mode.devices))
+                own[task.module].append((interval, mode.units))
                 if self.is_pool:
                     users[0].append((interval, mode.devices * mode.units))
-                    own[task.module].append((interval, mode.units))
                 else:
-                    for device in users.keys() & range(first, first + mode.devices):
+                    for device in range(first, first + mode.devices):
                         users[device].append((interval, mode.units))
-        capacity = fleet.devices * fleet.units
-        self._add_work(work, fleet.units, is_of_one_module=True)
-        self._add_work(work_everywhere, capacity, is_of_one_module=False)
-        each = capacity if self.is_pool else fleet.units
-        for intervals, limit in (
-            *((group, each) for group in users.values()),
-            *((group, fleet.units) for group in own),
-        ):
-            if intervals:
-                cp.add_cumulative([interval for interval, _ in intervals], [units for _, units in intervals], limit)
+            cp.add(self.ends[index] <= self.makespan)
+        limits = [(each, whole if self.is_pool else fleet.units) for each in users]
+        for intervals, limit in limits + [(each, fleet.units) for each in own]:
+            cp.add_cumulative([interval for interval, _ in intervals], [units for _, units in intervals], limit)
+        self._add_work(work, whole)
 
-    def _distinct_devices(self) -> list[int]:
-        """Return one of all devices that the same choices use."""
-        found: dict[tuple[tuple[int, Choice], ...], int] = {}
-        for device in range(self.fleet.devices):
-            users = tuple(
-                (index, (mode, first))
-                for index, options in enumerate(self.at)
-                for mode, first in options
-                if first <= device < first + self.fleet.modules[index][mode].devices
-            )
-            found.setdefault(users, device)
-        return list(found.values())
-
-    def _add_work(self, work: list[list[cp_model.LinearExprT]], units: int, *, is_of_one_module: bool) -> None:
+    def _add_work(self, work: list[list[cp_model.LinearExprT]], units: int) -> None:
         """Add, implied by the rest: the units have time for the work before a task, after it, and for all work."""
-        fleet, cp = self.fleet, self.cp
+        fleet = self.fleet
         before: list[set[int]] = [set() for _ in fleet.tasks]
         after: list[set[int]] = [set() for _ in fleet.tasks]
         for arc in sorted(fleet.arcs, key=lambda arc: arc.after):
@@ -250,52 +194,10 @@ class _Model:
         for arc in sorted(fleet.arcs, key=lambda arc: -arc.before):
             after[arc.before] |= after[arc.after] | {arc.after}
 
-        def sum_of(tasks: set[int], module: int) -> cp_model.LinearExprT | None:
-            own = [task for task in tasks if not is_of_one_module or fleet.tasks[task].module == module]
-            terms = [term for task in own for term in work[task]]
-            return sum(terms) if len(own) > 1 and terms else None
+        def work_of(tasks: Iterable[int]) -> cp_model.LinearExprT:
+            return sum(term for task in tasks for term in work[task])
 
-        for index, task in enumerate(fleet.tasks):
-            if (head := sum_of(before[index], task.module)) is not None:
-                cp.add(head <= units * self.starts[index])
-            if (tail := sum_of(after[index], task.module)) is not None:
-                cp.add(tail <= units * (self.makespan - self.ends[index]))
-        for module in range(len(fleet.modules)) if is_of_one_module else (0,):
-            if (whole := sum_of(set(range(len(fleet.tasks))), module)) is not None:
-                cp.add(whole <= units * self.makespan)
-
-    def _add_arcs(self) -> None:
-        """Add the order of tasks, with delays between groups."""
-        pairs: dict[tuple[int, int], cp_model.IntVar | None] = {}
-        for arc in self.fleet.arcs:
-            one, other = self.fleet.tasks[arc.before].module, self.fleet.tasks[arc.after].module
-            self.cp.add(self.starts[arc.after] >= self.ends[arc.before])
-            if one == other or not any(arc.delays.values()):
-                continue
-            if (one, other) not in pairs:
-                pairs[one, other] = self._same_group(one, other)
-            same = pairs[one, other]
-            for (k, before), (m, after) in product(*(enumerate(self.fleet.modules[each]) for each in (one, other))):
-                delay = arc.delays.get((before.devices, after.devices), 0) // self.tick
-                excess = self.in_mode[one][k] + self.in_mode[other][m] - 1
-                if before.devices == after.devices:
-                    excess -= 1 if same is None else same
-                if not delay:
-                    continue
-                self.cp.add(self.starts[arc.after] >= self.ends[arc.before] + delay * excess)
-
-    def _same_group(self, one: int, other: int) -> cp_model.IntVar | None:
-        """Return whether two modules have one group; None in the pool, where groups of one size are the same."""
-        if self.is_pool:
-            return None
-        groups = [self._group(index) for index in (one, other)]
-        same = self.cp.new_bool_var(f"modules {one} and {other} have one group")
-        self.cp.add(groups[0] == groups[1]).only_enforce_if(same)
-        return same
-
-    def _group(self, index: int) -> cp_model.LinearExprT:
-        """Return the number of a module's group: the same for the same devices."""
-        return sum(
-            on * (self.fleet.modules[index][mode].devices * self.fleet.devices + first)
-            for (mode, first), on in self.at[index].items()
-        )
+        for index in range(len(fleet.tasks)):
+            self.cp.add(work_of(before[index]) <= units * self.starts[index])
+            self.cp.add(work_of(after[index]) <= units * (self.makespan - self.ends[index]))
+        self.cp.add(work_of(range(len(fleet.tasks))) <= units * self.makespan)

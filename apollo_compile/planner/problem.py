@@ -47,6 +47,10 @@ class Mode:
     memory_share: float = 0.0
     """Share of the duration in which the task waits for memory, 0 to 1; the rest is arithmetic."""
 
+    def demand(self, resource: int) -> int:
+        """Return the demand for a renewable resource."""
+        return self.demands[resource] if self.demands else 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
@@ -141,6 +145,19 @@ class Problem:
                 found[predecessor].append(task_id)
         return found
 
+    def held(self, task: int, resource: int) -> int:
+        """Return the amount of a renewable resource that a task begins to hold."""
+        return sum(hold.amount for hold in self.holds if (hold.task, hold.resource) == (task, resource))
+
+    def fitting_modes(self, task: int) -> list[int]:
+        """Return the modes of a task that fit the capacities, beside what the task begins to hold."""
+        left = [capacity - self.held(task, resource) for resource, capacity in enumerate(self.capacities)]
+        return [
+            index
+            for index, mode in enumerate(self.tasks[task].modes)
+            if all(mode.demand(resource) <= amount for resource, amount in enumerate(left))
+        ]
+
     def mode(self, schedule: Schedule, task: int) -> Mode:
         """Return the mode in which the schedule runs the task."""
         return self.tasks[task].modes[schedule.modes[task]]
@@ -208,9 +225,8 @@ class Problem:
         ends = self.ends(schedule)
         changes: list[tuple[int, int]] = []
         for task in range(len(self.tasks)):
-            mode = self.mode(schedule, task)
-            if mode.demands and mode.demands[resource]:
-                changes += [(schedule.starts[task], mode.demands[resource]), (ends[task], -mode.demands[resource])]
+            if demand := self.mode(schedule, task).demand(resource):
+                changes += [(schedule.starts[task], demand), (ends[task], -demand)]
         for hold in self.holds:
             if hold.resource == resource:
                 last = max(ends[task] for task in (hold.task, *hold.readers))

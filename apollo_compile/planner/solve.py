@@ -2,8 +2,7 @@
 
     solve(problem, effort) -> Solution
 
-Stages, on the plain problem (no interference) and, where tasks slow each other, on a second version in which every mode
-that leaves units to others is already slowed by an average neighbour:
+Stages:
     serial      every task in its reference mode, one after the other
     greedy      list schedules (`greedy.py`)
     annealing   local search from the best of them (`annealing.py`)
@@ -22,10 +21,9 @@ Solver outcomes: optimal, feasible -> a candidate; unknown -> no change; infeasi
 known, since the solver is then wrong, `InfeasiblePlanError` otherwise; invalid -> a warning, since its schedule
 violates a constraint.
 
-Effort is fixed by default: budgets are numbers of moves and the solver's deterministic time, sized to fit within the
-time limit on a machine a quarter as fast as the one they were measured on, if the bound is computed quickly, as it is
-for up to 300 tasks. The limit is then a safety net, and the solution says whether it was reached. Otherwise budgets are
-seconds, and CP-SAT uses up to `MAX_WORKERS` cores.
+Effort is fixed: budgets are numbers of moves and the solver's deterministic time. They fit within the time limit on a
+machine a quarter as fast as the one they were measured on, if the bound is computed quickly, as it is for up to 300
+tasks. The limit is then a safety net, and the solution says whether it was reached.
 
 Guarantees: the schedule is valid; with lanes only, never longer with interference than serial; bound <= makespan; the
 same problem and effort give the same solution unless it says that it stopped early.
@@ -33,33 +31,29 @@ same problem and effort give the same solution unless it says that it stopped ea
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
-import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner.annealing import anneal
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import Mode, Problem, Schedule
-from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
+from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.simulate import Execution, execute, serial_schedule
 
 logger = logging.getLogger(__name__)
 
 MAX_SOLVER_TASKS = 40
 """Largest number of tasks for which CP-SAT always runs; with more, it runs without lanes, or if it is needed."""
 MAX_TASKS_SOLVED_FIRST = 16
-MAX_TASKS_FOR_SECOND_BOUND = 100
 MAX_STARTS = 3
 """Schedules from which annealing starts."""
 SOLVER_SHARE = 0.45
-ANNEALING_SHARE, ANNEALING_SHARE_ALONE = 0.45, 0.9
-"""Shares of the work, of annealing with and without the solver; the rest is for the bound and the list schedules."""
+ANNEALING_SHARE, ANNEALING_SHARE_ALONE = 0.7, 1.2
+"""Shares of the work, of annealing with and without the solver; a move takes half of its assumed time."""
 MOVES_PER_WALK = 2_500
 """More effort means more walks, not longer ones: the result of a walk depends on its first moves."""
 SECONDS_PER_MOVE = 20e-6
@@ -71,8 +65,6 @@ WORK_SHARE = 0.5
 """Share of the time limit that fixed budgets are sized for; the rest is a margin for slower machines."""
 BOUND_SHARE = 0.5
 """Share of the time limit after which the bound of a large problem is not improved further."""
-MAX_WORKERS = 8
-"""Threads of the solver where effort is not fixed: its portfolio has about as many distinct searches."""
 LEAST_TIME_S = 0.02
 """Least remaining time for a further stage to begin."""
 
@@ -83,8 +75,6 @@ class Effort:
 
     seed: int = 0
     time_limit_s: float = 2.0
-    is_fixed: bool = True
-    """Whether budgets are counts, equal on all machines, or seconds, with up to `MAX_WORKERS` cores for the solver."""
     work_s: float | None = None
     """Seconds that budgets are sized for; None is a share of the time limit."""
     use_solver: bool = True
@@ -131,20 +121,14 @@ def solve(problem: Problem, effort: Effort) -> Solution:
         InfeasiblePlanError: no schedule that keeps all limits exists, or none was found.
     """
     search = _Search(problem, effort)
-    serial = serial_schedule(problem)
-    search.offer("serial", problem, [serial], is_required=False)
-    if _slows_neighbours(problem):
-        search.search("", problem, share=0.6)
-        if search.has_time():
-            search.search("slowed: ", _slowed(problem), share=0.4)
-    else:
-        search.search("", problem, share=1.0)
+    search.offer("serial", [serial_schedule(problem)], is_required=False)
+    search.run()
     return search.solution()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """A valid schedule of the plain problem."""
+    """A valid schedule."""
 
     name: str
     schedule: Schedule
@@ -159,59 +143,51 @@ class _Search:
         self.problem = problem
         self.effort = effort
         self.deadline = time.monotonic() + effort.time_limit_s
-        share = WORK_SHARE if effort.is_fixed else 1.0
-        self.work_s = share * effort.time_limit_s if effort.work_s is None else effort.work_s
-        self.simulator = Simulator(problem)
+        self.work_s = WORK_SHARE * effort.time_limit_s if effort.work_s is None else effort.work_s
         bound_deadline = self.deadline - (1 - BOUND_SHARE) * effort.time_limit_s
         self.bound = lower_bound(problem, use_program=effort.use_ortools, deadline=bound_deadline)
         self.found: list[_Found] = []
         self.known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.solver_optimum: int | None = None
-        """Least makespan of the plain problem, if CP-SAT reports one."""
+        """Least makespan, if CP-SAT reports one."""
         self.solver: str | None = None
         self.stopped_early = time.monotonic() >= bound_deadline
 
-    def search(self, name: str, version: Problem, *, share: float) -> None:
-        """Run all stages on a version of the problem, with a share of the effort."""
-        # The bound of the plain problem is valid for longer durations too; large problems use it to save time.
-        is_small = len(version.tasks) <= MAX_TASKS_FOR_SECOND_BOUND
-        is_new = version is not self.problem and is_small and self.effort.use_ortools
-        bound = lower_bound(version, deadline=self.deadline) if is_new else self.bound
-        starts = self.offer(f"{name}greedy", version, greedy_schedules(version), is_required=False)
+    def run(self) -> None:
+        """Run all stages after the serial schedule."""
+        problem = self.problem
+        starts = self.offer("greedy", greedy_schedules(problem), is_required=False)
         starts = sorted(starts, key=_makespan)[:MAX_STARTS]
         best = starts[0] if starts else None
-        solver_first = self.effort.use_solver and len(version.tasks) <= MAX_TASKS_SOLVED_FIRST
-        if solver_first and (best is None or best.makespan > bound) and self.has_time():
-            solved, is_sure = self._solve(f"{name}solver", version, best, bound, share)
+        solver_first = self.effort.use_solver and len(problem.tasks) <= MAX_TASKS_SOLVED_FIRST
+        if solver_first and self._is_worthwhile(best):
+            solved, is_sure = self._solve(best)
             if is_sure:
                 return
             if solved is not None and (best is None or solved.makespan < best.makespan):
                 best, starts = solved, [solved, *starts][:MAX_STARTS]
-        if best is not None and best.makespan > bound and version.atom_sizes and self.has_time():
-            best = self._anneal(version, starts, share)
-            self.offer(f"{name}annealed", version, [best])
-        is_left = self.effort.use_solver and not solver_first and (best is None or _suits_solver(version))
-        if is_left and (best is None or best.makespan > bound) and self.has_time():
-            self._solve(f"{name}solver", version, best, bound, share)
+        if best is not None and problem.atom_sizes and self._is_worthwhile(best):
+            best = self._anneal(starts)
+            self.offer("annealed", [best])
+        is_left = self.effort.use_solver and not solver_first and (best is None or _suits_solver(problem))
+        if is_left and self._is_worthwhile(best):
+            self._solve(best)
 
-    def offer(
-        self, name: str, version: Problem, schedules: Iterable[Schedule], *, is_required: bool = True
-    ) -> list[Schedule]:
+    def offer(self, name: str, schedules: Iterable[Schedule], *, is_required: bool = True) -> list[Schedule]:
         """Make the best schedule per set of lanes in use a candidate; return all of these that are valid.
 
         Arguments:
             name: name of the stage.
-            version: the problem for which the schedules were made.
             schedules: schedules that the stage found.
             is_required: whether an invalid schedule is a defect of the stage, which is logged.
         """
         best: dict[tuple[int, ...], Schedule] = {}
         for schedule in sorted(schedules, key=_makespan):
-            lanes = tuple(sorted({version.mode(schedule, task).lane for task in range(len(version.tasks))}))
-            if lanes not in best and self._is_valid(name, version, schedule, is_required):
+            lanes = tuple(sorted({self.problem.mode(schedule, task).lane for task in range(len(schedule.modes))}))
+            if lanes not in best and self._is_valid(name, schedule, is_required):
                 best[lanes] = schedule
         for lanes, schedule in best.items():
-            self._add(name if len(best) == 1 else f"{name} on lanes {' '.join(map(str, lanes))}", version, schedule)
+            self._add(name if len(best) == 1 else f"{name} on lanes {' '.join(map(str, lanes))}", schedule)
         return list(best.values())
 
     def solution(self) -> Solution:
@@ -237,19 +213,14 @@ class _Search:
             solver=self.solver,
         )
 
-    def _is_valid(self, name: str, version: Problem, schedule: Schedule, is_required: bool) -> bool:
-        violations = version.violations(schedule)
+    def _is_valid(self, name: str, schedule: Schedule, is_required: bool) -> bool:
+        violations = self.problem.violations(schedule)
         if violations and is_required:
             logger.warning("the schedule of stage '%s' is dropped: it violates a constraint: %s", name, violations[0])
         return not violations
 
-    def _add(self, name: str, version: Problem, schedule: Schedule, *, is_from_solver: bool = False) -> None:
-        """Add a valid schedule of a version as candidate, replayed on the plain problem with its order and modes."""
-        if version is not self.problem:
-            order = sorted(range(len(schedule.starts)), key=schedule.starts.__getitem__)
-            schedule = self.simulator.replay(order, schedule.modes)
-            if not self.problem.is_valid(schedule):  # shorter tasks overlap differently, and may exceed resources
-                return
+    def _add(self, name: str, schedule: Schedule, *, is_from_solver: bool = False) -> None:
+        """Add a valid schedule as candidate."""
         key = (schedule.modes, schedule.starts)
         if key not in self.known:
             self.known.add(key)
@@ -262,61 +233,53 @@ class _Search:
                 )
             )
 
-    def has_time(self) -> bool:
+    def _is_worthwhile(self, best: Schedule | None) -> bool:
+        """Return whether a further stage could shorten the best schedule, and there is time for it."""
+        return (best is None or best.makespan > self.bound) and self._has_time()
+
+    def _has_time(self) -> bool:
         """Return whether there is time for another stage; if not, set `stopped_early`."""
         has_time = time.monotonic() + LEAST_TIME_S < self.deadline
         self.stopped_early |= not has_time
         return has_time
 
-    def _anneal(self, version: Problem, starts: list[Schedule], share: float) -> Schedule:
+    def _anneal(self, starts: list[Schedule]) -> Schedule:
         """Return the best schedule of several walks, which start alternately from `starts` and from the best so far."""
-        effort = self.effort
-        is_alone = not _suits_solver(version)
-        seconds = (ANNEALING_SHARE_ALONE if is_alone else ANNEALING_SHARE) * share * self.work_s
-        moves = seconds / (SECONDS_PER_MOVE + SECONDS_PER_MOVE_AND_TASK * len(version.tasks))
+        problem = self.problem
+        share = ANNEALING_SHARE if _suits_solver(problem) else ANNEALING_SHARE_ALONE
+        moves = share * self.work_s / (SECONDS_PER_MOVE + SECONDS_PER_MOVE_AND_TASK * len(problem.tasks))
         num_walks = max(2, round(moves / MOVES_PER_WALK))
-        deadline = self.deadline if effort.is_fixed else time.monotonic() + seconds
         best = starts[0]
-        for walk in range(num_walks) if effort.is_fixed else itertools.count():
+        for walk in range(num_walks):
             start = best if walk % 2 or walk + 1 == num_walks else starts[walk // 2 % len(starts)]
-            seed = 1000 * effort.seed + walk
-            annealed = anneal(version, start, seed=seed, iterations=round(moves / num_walks), deadline=deadline)
+            seed = 1000 * self.effort.seed + walk
+            annealed = anneal(problem, start, seed=seed, iterations=round(moves / num_walks), deadline=self.deadline)
             best = min(best, annealed.schedule, key=_makespan)
             if annealed.reached_deadline:
                 self.stopped_early = True
                 break
         return best
 
-    def _solve(
-        self, name: str, version: Problem, best: Schedule | None, bound: int, share: float
-    ) -> tuple[Schedule | None, bool]:
+    def _solve(self, best: Schedule | None) -> tuple[Schedule | None, bool]:
         """Return the solver's schedule, if there is a valid one, and whether the solver reports it as optimal."""
         from apollo_compile.planner import cp_sat
 
-        effort = self.effort
         self.solver = cp_sat.solver_version()
-        seconds = SOLVER_SHARE * share * self.work_s
-        left = self.deadline - time.monotonic()
-        deterministic_time = seconds * DETERMINISTIC_TIME_PER_SECOND if effort.is_fixed else math.inf
-        time_limit_s = left if effort.is_fixed else min(left, seconds)
         outcome = cp_sat.solve_with_cp_sat(
-            version,
+            self.problem,
             hint=best,
-            lower_bound=bound,
-            seed=effort.seed,
-            deterministic_time=deterministic_time,
-            time_limit_s=time_limit_s,
-            workers=1 if effort.is_fixed else min(MAX_WORKERS, len(os.sched_getaffinity(0))),
+            lower_bound=self.bound,
+            seed=self.effort.seed,
+            deterministic_time=SOLVER_SHARE * self.work_s * DETERMINISTIC_TIME_PER_SECOND,
+            time_limit_s=self.deadline - time.monotonic(),
         )
         # near the limit, the solver's own clock cannot tell which of its two limits ended the search
-        self.stopped_early |= outcome.reached_time_limit or not self.has_time()
+        self.stopped_early |= outcome.reached_time_limit or not self._has_time()
         match outcome.status:
             case "optimal" | "feasible":
                 schedule = outcome.schedule
                 assert schedule is not None  # these two have one
-                if not self._is_valid(name, version, schedule, is_required=True):
-                    return None, False
-                self._add(name, version, schedule, is_from_solver=True)
+                self._add("solver", schedule, is_from_solver=True)
                 if best is not None and schedule.makespan > best.makespan:
                     logger.warning(
                         "%s returned a longer schedule (%d) than its hint (%d); the hint is kept",
@@ -325,7 +288,7 @@ class _Search:
                         best.makespan,
                     )
                     return schedule, False
-                if outcome.status == "optimal" and version is self.problem:
+                if outcome.status == "optimal":
                     self.solver_optimum = schedule.makespan
                 return schedule, outcome.status == "optimal"
             case "infeasible" if best is not None:
@@ -344,37 +307,13 @@ def _makespan(schedule: Schedule) -> int:
     return schedule.makespan
 
 
-def _slows_neighbours(problem: Problem) -> bool:
-    everything = problem.lanes[0]
-    has_neighbours = any(lane < everything for lane in problem.lanes)
-    return has_neighbours and max(factor for row in problem.interference.slowdown for factor in row) > 1
-
-
-def _slowed(problem: Problem) -> Problem:
-    """Return the problem with every mode that leaves units to others slowed by an average neighbour on those units."""
-    everything = problem.lanes[0]
-    duration = sum(task.modes[0].duration for task in problem.tasks)
-    average = sum(task.modes[0].duration * task.modes[0].memory_share for task in problem.tasks) / max(1, duration)
-
-    def slow(mode: Mode) -> Mode:
-        if problem.lanes[mode.lane] == everything:
-            return mode
-        return replace(mode, duration=round(mode.duration * problem.interference.factor(mode.memory_share, average)))
-
-    tasks = tuple(replace(task, modes=tuple(slow(mode) for mode in task.modes)) for task in problem.tasks)
-    return replace(problem, tasks=tasks)
-
-
 def _infeasible(problem: Problem, effort: Effort, solver: str | None) -> InfeasiblePlanError:
     """Return the error that names every limit and the task that needs most of it."""
     needs = []
     for resource, capacity in enumerate(problem.capacities):
-        held = [0] * len(problem.tasks)
-        for hold in problem.holds:
-            held[hold.task] += hold.amount if hold.resource == resource else 0
         least = [
-            held[task] + min(mode.demands[resource] if mode.demands else 0 for mode in problem.tasks[task].modes)
-            for task in range(len(problem.tasks))
+            problem.held(number, resource) + min(mode.demand(resource) for mode in task.modes)
+            for number, task in enumerate(problem.tasks)
         ]
         largest = max(range(len(least)), key=least.__getitem__)
         needs.append(

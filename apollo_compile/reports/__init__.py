@@ -4,7 +4,6 @@ report.py       Report: the summaries of one model, with a method for every rend
 render_text.py  for a terminal
 render_html.py  one page without network, from page.html, page.css and page.js
 render_trace.py the trace-event format, for Perfetto
-render_dot.py   for Graphviz
 diff.py         differences between two reports
 metrics.py      numbers for dashboards
 words.py        sentences: overlaps, missed overlaps and their reasons, limits, suggestions

@@ -32,7 +32,6 @@ from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
 from apollo_compile.reports.words import (
     NOT_MEASURED_YET,
     NOTHING_YET,
-    OTHER_BATCHES,
     breaks_by_place,
     describe,
     describe_device,
@@ -50,6 +49,9 @@ ROW = 30
 
 TICKS = 8
 """Approximate number of labels on a time axis."""
+
+LONGEST = 1.5
+"""Part of a run that a timeline shows, over the longest planned duration."""
 
 COLUMN_WIDTH, NODE_WIDTH, NODE_HEIGHT, NODE_GAP = 280, 230, 46, 16
 
@@ -93,7 +95,6 @@ def _template() -> jinja2.Template:
         NODE_WIDTH=NODE_WIDTH,
         NOTHING_YET=NOTHING_YET,
         NOT_MEASURED_YET=NOT_MEASURED_YET,
-        OTHER_BATCHES=OTHER_BATCHES,
         ROW=ROW,
         color_of_branches=color_of_branches,
         colors=COLORS,
@@ -131,8 +132,12 @@ def short_name(name: str) -> str:
 
 
 def time_scale(graph: GraphSummary) -> int:
-    """Return the nanoseconds that the width of a timeline represents; all timelines of a graph have the same scale."""
-    return max(1, *(line.duration_ns for line in graph.timelines))
+    """Return the nanoseconds that the width of a timeline represents; all timelines of a graph have the same scale.
+
+    A run that others disturbed is cut at `LONGEST` times what was planned, so that the plans stay readable.
+    """
+    planned_ns = max(1, *(line.duration_ns for line in graph.timelines if line.name != "measured"))
+    return min(round(LONGEST * planned_ns), max(planned_ns, graph.latest.duration_ns))
 
 
 def percent_of(time_ns: int, scale_ns: int) -> str:

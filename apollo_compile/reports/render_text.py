@@ -15,7 +15,6 @@ from apollo_compile.reports.values import GraphSummary, ModelSummary
 from apollo_compile.reports.words import (
     NOT_MEASURED_YET,
     NOTHING_YET,
-    OTHER_BATCHES,
     breaks_by_place,
     describe,
     describe_device,
@@ -68,8 +67,6 @@ def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
     timeline = draw_lanes(lanes, spans, graph.latest.duration_ns) if lanes else ""
     words = "\n".join(f"  - {sentence}" for sentence in describe(graph, report)) if graph.segments else ""
     parts = ["\n".join(lines), timeline, _render_lanes(graph), _render_segments(graph), words]
-    if graph.what_if:
-        parts.append(_render_what_if(graph))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -97,7 +94,7 @@ def _render_lanes(graph: GraphSummary) -> str:
 def _render_segments(graph: GraphSummary) -> str:
     rows = [
         (
-            segment.name,
+            segment.title,
             segment.lane,
             f"{segment.units} of {segment.asked_units}",
             f"{format_ns(segment.predicted_ns)} {mark_source(segment.source)}".rstrip(),
@@ -109,15 +106,6 @@ def _render_segments(graph: GraphSummary) -> str:
     ]
     headers = ("segment", "lane", "units of asked", "predicted", "measured", "idle before", "bound by")
     return _table_of_known(rows, headers, "lrrrrrl")
-
-
-def _render_what_if(graph: GraphSummary) -> str:
-    rows = [
-        (row.change, format_ns(row.serial_ns), format_ns(row.predicted_ns), f"{row.gain:.2f}x", row.num_abreast)
-        for row in graph.what_if
-    ]
-    table = _table(rows, ("what if", "on one lane", "planned", "gain", "concurrent"), "lrrrr")
-    return table if graph.compares_batches else f"{table}\n{OTHER_BATCHES}"
 
 
 def _render_verdict(verdict: Verdict) -> str:

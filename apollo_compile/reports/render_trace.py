@@ -18,7 +18,7 @@ Note [traces for Perfetto]. Perfetto has requirements beyond the format:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
@@ -28,24 +28,22 @@ Event = dict[str, Any]
 
 _PROCESSES = {"serial": 1, "predicted": 2, "measured": 3}
 
-_THREADS = 1_000
-"""Thread ids per process; more than a program has lanes."""
+_THREADS = 100_000
+"""Thread ids per process; more than a program has lanes, or a step devices."""
 
 
 def render_trace(report: ModelSummary) -> dict[str, Any]:
     """Return the trace as plain data."""
     events: list[Event] = []
+    names, lanes = {line.name for graph in report.graphs for line in graph.timelines}, _lanes(report)
     for name, process in _PROCESSES.items():
-        if not any(line.name == name for graph in report.graphs for line in graph.timelines):
-            continue
-        events.append(_metadata("process_name", process, {"name": name}))
-        events.append(_metadata("process_sort_index", process, {"sort_index": process}))
-        for lane, units in _lanes(report).items():
-            if name != "serial" or lane == 0:
-                label = f"lane {lane} ({units} {'unit' if units == 1 else 'units'})"
-                thread = _thread(process, lane)
-                events.append(_metadata("thread_name", process, {"name": label}, thread))
-                events.append(_metadata("thread_sort_index", process, {"sort_index": lane}, thread))
+        if name in names:
+            rows = {
+                lane: f"lane {lane} ({units} {'unit' if units == 1 else 'units'})"
+                for lane, units in lanes.items()
+                if name != "serial" or lane == 0
+            }
+            events += name_tracks(process, name, rows)
     begin_ns, flow = 0, 0
     for graph in report.graphs:
         for line in graph.timelines:
@@ -58,6 +56,40 @@ def render_trace(report: ModelSummary) -> dict[str, Any]:
     return {"traceEvents": events, "otherData": {"producer": "apollo_compile"}}
 
 
+def thread_of(process: int, row: int) -> int:
+    """Return the thread id of a row of a process."""
+    return process * _THREADS + row
+
+
+def name_tracks(process: int, name: str, rows: Mapping[int, str]) -> Iterator[Event]:
+    """Yield the events that name and order a process and its rows."""
+    named = [("process", process, thread_of(process, 0), name)]
+    named += [("thread", row, thread_of(process, row), label) for row, label in rows.items()]
+    for kind, place, thread, label in named:
+        for what, args in (("name", {"name": label}), ("sort_index", {"sort_index": place})):
+            yield {"name": f"{kind}_{what}", "ph": "M", "pid": process, "tid": thread, "args": args}
+
+
+def slice_event(name: str, category: str, process: int, row: int, start_ns: int, end_ns: int) -> Event:
+    """Return a complete event."""
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": process,
+        "tid": thread_of(process, row),
+        "ts": start_ns / NS_PER_US,
+        "dur": (end_ns - start_ns) / NS_PER_US,
+    }
+
+
+def counter_events(name: str, series: str, process: int, steps: Iterable[tuple[int, int]]) -> Iterator[Event]:
+    """Yield the events of a counter, one per change: (nanoseconds, value)."""
+    for time_ns, value in steps:
+        thread, args = thread_of(process, 0), {series: value}
+        yield {"name": name, "ph": "C", "pid": process, "tid": thread, "ts": time_ns / NS_PER_US, "args": args}
+
+
 def _lanes(report: ModelSummary) -> dict[int, int]:
     """Return the lanes that any graph uses, with their units."""
     return {
@@ -65,48 +97,29 @@ def _lanes(report: ModelSummary) -> dict[int, int]:
     }
 
 
-def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list[Event]:
+def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> Iterator[Event]:
     process = _PROCESSES[line.name]
     segments = {segment.id: segment for segment in graph.segments}
-    events: list[Event] = []
+    category = f"segment,{graph.role.value}"
     for bar in line.bars:
         segment = segments[bar.segment]
-        events.append(
-            {
-                "name": segment.name,
-                "cat": f"segment,{graph.role.value}",
-                "ph": "X",
-                "pid": process,
-                "tid": _thread(process, bar.lane),
-                "ts": _us(begin_ns + bar.start_ns),
-                "dur": _us(bar.end_ns - bar.start_ns),
-                "args": {
-                    "graph": graph.name,
-                    "segment": segment.id,
-                    "module": segment.module,
-                    "start_ns": bar.start_ns,
-                    "end_ns": bar.end_ns,
-                    "predicted_ns": segment.predicted_ns,
-                    "measured_ns": segment.measured_ns,
-                    "units": segment.units,
-                    "asked_units": segment.asked_units,
-                    "bottleneck": segment.bottleneck.value,
-                },
-            }
-        )
+        yield {
+            **slice_event(segment.name, category, process, bar.lane, begin_ns + bar.start_ns, begin_ns + bar.end_ns),
+            "args": {
+                "graph": graph.name,
+                "segment": segment.id,
+                "module": segment.module,
+                "start_ns": bar.start_ns,
+                "end_ns": bar.end_ns,
+                "predicted_ns": segment.predicted_ns,
+                "measured_ns": segment.measured_ns,
+                "units": segment.units,
+                "asked_units": segment.asked_units,
+                "bottleneck": segment.bottleneck.value,
+            },
+        }
     for name, series, steps in _counters(graph, line):
-        events += [
-            {
-                "name": name,
-                "ph": "C",
-                "pid": process,
-                "tid": _thread(process, 0),
-                "ts": _us(begin_ns + time_ns),
-                "args": {series: value},
-            }
-            for time_ns, value in steps
-        ]
-    return events
+        yield from counter_events(name, series, process, ((begin_ns + time_ns, value) for time_ns, value in steps))
 
 
 def _counters(graph: GraphSummary, line: Timeline) -> list[tuple[str, str, Sequence[tuple[int, int]]]]:
@@ -125,28 +138,21 @@ def _counters(graph: GraphSummary, line: Timeline) -> list[tuple[str, str, Seque
 
 def _render_waits(graph: GraphSummary, line: Timeline, begin_ns: int, first_id: int) -> list[Event]:
     """Return the flows of the kept waits: from the end of the producer to the start of the consumer."""
-    bars = {bar.segment: bar for bar in line.bars}
+    bars, process = {bar.segment: bar for bar in line.bars}, _PROCESSES[line.name]
     waits = [w for w in graph.waits if w.kept and w.producer in bars and w.consumer in bars]
     events: list[Event] = []
     for number, wait in enumerate(waits, first_id):
         producer, consumer = bars[wait.producer], bars[wait.consumer]
-        process = _PROCESSES[line.name]
-        shared = {"name": "wait", "cat": "wait", "id": number, "pid": process}
         # A flow belongs to the slice that encloses it, which excludes the slice's end: hence one nanosecond before.
         leaves_ns = max(producer.start_ns, producer.end_ns - 1)
-        events.append({**shared, "ph": "s", "tid": _thread(process, producer.lane), "ts": _us(begin_ns + leaves_ns)})
-        thread = _thread(process, consumer.lane)
-        events.append({**shared, "ph": "f", "bp": "e", "tid": thread, "ts": _us(begin_ns + consumer.start_ns)})
+        for end, lane, time_ns in (
+            ({"ph": "s"}, producer.lane, leaves_ns),
+            (_ARRIVES, consumer.lane, consumer.start_ns),
+        ):
+            place = {"pid": process, "tid": thread_of(process, lane), "ts": (begin_ns + time_ns) / NS_PER_US}
+            events.append({"name": "wait", "cat": "wait", "id": number, **end, **place})
     return events
 
 
-def _metadata(name: str, process: int, args: dict[str, Any], thread: int | None = None) -> Event:
-    return {"name": name, "ph": "M", "pid": process, "tid": thread or _thread(process, 0), "args": args}
-
-
-def _thread(process: int, lane: int) -> int:
-    return process * _THREADS + lane
-
-
-def _us(time_ns: int) -> float:
-    return time_ns / NS_PER_US
+_ARRIVES = {"ph": "f", "bp": "e"}
+"""The end of a flow, at the slice that encloses it."""

@@ -20,7 +20,6 @@ from apollo_compile.json_form import from_json, parse, to_json
 from apollo_compile.reports.check import check_summary
 from apollo_compile.reports.diff import Difference, compare, sides_of_report
 from apollo_compile.reports.metrics import metrics_of
-from apollo_compile.reports.render_dot import render_dot
 from apollo_compile.reports.render_html import render_frame, render_html
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.render_trace import render_trace
@@ -93,10 +92,6 @@ class Report(ModelSummary):
         """Write `to_trace` to a file."""
         Path(path).write_text(self.to_trace(), encoding="utf-8")
 
-    def to_dot(self) -> str:
-        """Return the graph of modules and segments for Graphviz, one subgraph per FX graph."""
-        return render_dot(self)
-
     def metrics(self) -> dict[str, float]:
         """Return the main numbers as a flat dictionary for dashboards; numbers that are not known yet have no entry.
 
@@ -105,17 +100,16 @@ class Report(ModelSummary):
         """
         return metrics_of(self)
 
-    def why(self, name: str, *, verbose: bool = False) -> str:
-        """Explain in at most three sentences why a segment, or a module, runs where and when it does.
+    def why(self, name: str) -> str:
+        """Explain in three or four sentences why a segment, or a module, runs where and when it does.
 
         Arguments:
             name: name of a segment, or of a module, which includes its submodules.
-            verbose: return a paragraph per segment, with its times on every number of units.
 
         Raises:
             LookupError: no segment or module has that name; the message lists similar names.
         """
-        return explain_place(self, name, verbose=verbose)
+        return explain_place(self, name)
 
     def diff(self, other: Report) -> Difference:
         """Return the differences between this report's plans and those of `other`, which print as text."""

@@ -2,8 +2,7 @@
 
     (Compilation, Trace) -> GraphSummary
 
-Comparisons with other devices and batch sizes need other plans, which the caller makes and passes in
-(`apollo_compile.tools.what_if`). `timelines.py` makes timelines; `branches.py` summarizes modules and branches.
+`timelines.py` makes timelines; `branches.py` summarizes modules and branches.
 
 A segment's bottleneck is the largest part of its predicted time: arithmetic (`compute`), bytes (`memory`) or fixed
 times (`launch`); it is `waiting` if the units of its lane were idle before it for longer than it runs.
@@ -20,7 +19,6 @@ from collections.abc import Mapping, Sequence
 
 from apollo_compile.ir import Lane, LaneId, Mode, Segment, SegmentGraph, Trace, Variant
 from apollo_compile.reports.branches import name_branches, summarize_modules, summarize_pairs
-from apollo_compile.reports.ensembles import find_ensembles
 from apollo_compile.reports.timelines import make_timelines
 from apollo_compile.reports.values import (
     Bottleneck,
@@ -32,7 +30,6 @@ from apollo_compile.reports.values import (
     Timeline,
     UnitDuration,
     WaitSummary,
-    WhatIf,
 )
 from apollo_compile.target.compilation import Compilation
 
@@ -47,7 +44,6 @@ def summarize(
     is_deterministic: bool = False,
     is_cold: bool = False,
     variant: str = Variant.PLAN,
-    what_if: tuple[WhatIf, ...] = (),
     lane_bytes: Mapping[LaneId, int] = types.MappingProxyType({}),
     lane_memory_quota: int | None = None,
 ) -> GraphSummary:
@@ -60,7 +56,6 @@ def summarize(
         is_deterministic: whether replanning is disabled.
         is_cold: whether the plan runs, but was not called often enough for a trace.
         variant: the variant that runs now.
-        what_if: predictions for other devices or batch sizes.
         lane_bytes: bytes of device memory that lanes took.
         lane_memory_quota: bytes of device memory that a lane may take; None is no limit.
     """
@@ -126,8 +121,6 @@ def summarize(
         num_replans=num_replans,
         peak_bytes=compilation.memory.peak_bytes,
         memory_quota=plan.memory_quota,
-        what_if=what_if,
-        ensembles=find_ensembles(compilation),
         is_deterministic=is_deterministic,
         is_cold=is_cold,
     )

@@ -54,9 +54,9 @@ def _timeline(
         overlap=overlap_ns / duration_ns if duration_ns else 0.0,
         busy=unit_time / (width[0] * duration_ns) if duration_ns else 0.0,
         bars=tuple(bars),
-        units=_plain(_steps([(bar.start_ns, bar.end_ns, width[bar.lane]) for bar in bars])),
-        memory=_plain(_steps(itertools.chain.from_iterable(held.values()))),
-        memory_by_lane=tuple(_plain(_steps(held[lane.id])) for lane in lanes) if held else (),
+        units=tuple(_steps([(bar.start_ns, bar.end_ns, width[bar.lane]) for bar in bars])),
+        memory=tuple(_steps(itertools.chain.from_iterable(held.values()))),
+        memory_by_lane=tuple(tuple(_steps(held[lane.id])) for lane in lanes) if held else (),
     )
 
 
@@ -88,7 +88,3 @@ def _steps(intervals: Iterable[tuple[int, int, int]]) -> list[CounterChange]:
         if not found or found[-1].value != level:
             found.append(CounterChange(time_ns, level))
     return found
-
-
-def _plain(steps: Iterable[CounterChange]) -> tuple[tuple[int, int], ...]:
-    return tuple((step.time_ns, step.value) for step in steps)

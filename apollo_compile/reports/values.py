@@ -19,6 +19,9 @@ from apollo_compile.ir import Candidate, CostSource, GraphBreak, Origin, Role, V
 from apollo_compile.ir.text import format_count
 from apollo_compile.units import format_roughly
 
+MAX_NAMES = 3
+"""Number of modules that the title of a segment names."""
+
 
 class Bottleneck(enum.StrEnum):
     """Largest part of a segment's time."""
@@ -77,6 +80,18 @@ class SegmentSummary:
     """Segments that it depends on."""
     others: tuple[str, ...] = ()
     """Modules besides its own, and what is in it, that have an operation in the segment."""
+
+    @property
+    def title(self) -> str:
+        """Name with the other modules that it holds: `vision.embeddings + pre_layernorm`, `matmul (no module)`.
+
+        Modules around its own are left out, and of each name what it shares with the one before.
+        """
+        others = [other for other in self.others if not f"{self.module}.".startswith(f"{other}.")]
+        shown = [self.name if self.module else f"{self.name.removeprefix('~')} (no module)"]
+        shown += itertools.starmap(_without_shared, itertools.pairwise([self.module, *others]))
+        more = f" + {len(shown) - MAX_NAMES} more" if len(shown) > MAX_NAMES else ""
+        return " + ".join(shown[:MAX_NAMES]) + more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,26 +197,6 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
-    """Predicted times on another device or with another batch size."""
-
-    change: str
-    """Description of the change, e.g. `4 units`."""
-    units: int
-    serial_ns: int
-    predicted_ns: int
-    num_abreast: int
-    """Largest number of concurrent segments in the plan."""
-    batch: int | None = None
-    """Number of samples, if the change is the batch size."""
-
-    @property
-    def gain(self) -> float:
-        """Serial time over predicted time."""
-        return _ratio(self.serial_ns, self.predicted_ns)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSummary:
     """The device that a graph was planned for."""
 
@@ -210,17 +205,6 @@ class DeviceSummary:
     source: str
     """Source of its profile: see `apollo_compile.target.profile`."""
     units: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnsembleSummary:
-    """Independent segments that run the same code."""
-
-    names: tuple[str, ...]
-    apart_ns: int
-    """Least time that they take side by side, from formulas."""
-    batched_ns: int
-    """Time of one batched call in their place, on all units."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,9 +253,6 @@ class GraphSummary:
     peak_bytes: int
     """Planned peak of buffers between segments."""
     memory_quota: int | None
-    what_if: tuple[WhatIf, ...] = ()
-    ensembles: tuple[EnsembleSummary, ...] = ()
-    """Equal segments that one batched call could replace."""
     without_formula: tuple[str, ...] = ()
     """Operators whose work is their bytes alone."""
     is_deterministic: bool = False
@@ -303,11 +284,6 @@ class GraphSummary:
     def possible_gain(self) -> float:
         """Serial time over the bound: an upper limit of the gain of any plan."""
         return _ratio(self.serial_ns, self.bound_ns)
-
-    @property
-    def compares_batches(self) -> bool:
-        """Whether other batch sizes are among the comparisons."""
-        return any(row.batch is not None for row in self.what_if)
 
     @property
     def lanes_used(self) -> tuple[LaneSummary, ...]:
@@ -403,6 +379,16 @@ def total_overlap_ns(one: Sequence[SegmentBar], other: Sequence[SegmentBar]) -> 
     """Return the summed overlap of bars of two branches, or of one branch if `one is other`."""
     pairs = itertools.combinations(one, 2) if one is other else itertools.product(one, other)
     return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in pairs)
+
+
+def _without_shared(before: str, name: str) -> str:
+    """Return the name of a module without the parts that it begins with as the other does; a number keeps its list."""
+    parts = name.split(".")
+    shared = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before.split("."), parts, strict=False))
+    )
+    first = min(shared, len(parts) - 1)
+    return ".".join(parts[first - (first > 0 and parts[first].isdecimal()) :])
 
 
 def _ratio(before: float, after: float) -> float:

@@ -1,7 +1,6 @@
 """Reasons for the lane and the start of a segment or a module.
 
-explain_place(report, name) -> at most three sentences: its lane, the reason of its start, concurrent segments
-explain_place(report, name, verbose=True) -> a paragraph per segment
+explain_place(report, name) -> its lane, the reason of its start, concurrent segments
 """
 
 from __future__ import annotations
@@ -11,21 +10,19 @@ from collections.abc import Mapping, Sequence
 
 from apollo_compile.ir import Variant
 from apollo_compile.ir.text import format_count
-from apollo_compile.reports.values import Bottleneck, GraphSummary, ModelSummary, SegmentBar, SegmentSummary
+from apollo_compile.reports.values import GraphSummary, ModelSummary, SegmentBar, SegmentSummary
 from apollo_compile.units import format_ns
 
 
-def explain_place(report: ModelSummary, name: str, *, verbose: bool = False) -> str:
+def explain_place(report: ModelSummary, name: str) -> str:
     """Return why the segment `name`, or the segments of the module `name`, run where and when they do.
 
     Raises:
         LookupError: no segment or module has that name.
     """
     found = [(graph, chosen) for graph in report.graphs if (chosen := _find(graph, name))]
-    if found and verbose:
-        return "\n\n".join(_explain_segment(graph, segment) for graph, chosen in found for segment in chosen)
     if found:
-        return _explain_briefly(found, name)
+        return _explain(found, name)
     reasons = [f"{graph}: falls back to Inductor because {reason}" for graph, reason in report.fallbacks]
     known = [known for graph in report.graphs for s in graph.segments for known in (s.name, s.module) if known]
     similar = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
@@ -34,16 +31,14 @@ def explain_place(report: ModelSummary, name: str, *, verbose: bool = False) -> 
 
 
 def _find(graph: GraphSummary, name: str) -> list[SegmentSummary]:
-    """Return the segment with that name, or the segments of the module with that name."""
-    named = [segment for segment in graph.segments if segment.name == name]
-    return named or [s for s in graph.segments if s.module == name or s.module.startswith(f"{name}.")]
+    """Return the segment with that name or title, or the segments of that module, or those that hold it too."""
+    named = [segment for segment in graph.segments if name in (segment.name, segment.title)]
+    named = named or [s for s in graph.segments if s.module == name or s.module.startswith(f"{name}.")]
+    return named or [segment for segment in graph.segments if name in segment.others]
 
 
-# --------------------------------------------------------------------------------------------------------- in short
-
-
-def _explain_briefly(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name: str) -> str:
-    """Return three sentences; the last two are about the graph in which the segments take the most time."""
+def _explain(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name: str) -> str:
+    """Return the sentences; the last two are about the graph in which the segments take the most time."""
     graph, chosen = max(found, key=lambda item: sum(segment.predicted_ns for segment in item[1]))
     bars = _planned_bars(graph)
     first = min(chosen, key=lambda segment: (bars[segment.id].start_ns, segment.id))
@@ -66,7 +61,8 @@ def _where(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name:
         bar = _planned_bars(graph)[segment.id]
         return (
             f"{segment.name} runs in {graph.name} on lane {segment.lane}, with {_units(segment.units)} of "
-            f"{segment.asked_units} requested, planned from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)}."
+            f"{segment.asked_units} requested, planned from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)}. "
+            f"Alone it takes {', '.join(f'{format_ns(each.duration_ns)} on {each.units}' for each in segment.choices)}."
         )
     segments = [segment for _, chosen in found for segment in chosen]
     lanes = sorted({segment.lane for segment in segments})
@@ -113,64 +109,8 @@ def _last_before(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- in full
-
-
-def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
-    bars = _planned_bars(graph)
-    bar = bars[segment.id]
-    by_id = {other.id: other for other in graph.segments}
-    lines = [
-        f"{segment.name} in {graph.name}: lane {segment.lane}, {_units(segment.units)} granted, "
-        f"{_units(segment.asked_units)} requested; planned from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)}"
-    ]
-    times = ", ".join(f"{format_ns(choice.duration_ns)} on {choice.units}" for choice in segment.choices)
-    lines.append(f"  Alone it takes {times} ({segment.choices[-1].source.value}); it is bound by {_bound_by(segment)}.")
-    last_needed, last_on_lane = _last_before(graph, segment, bars)
-    if last_needed is None:
-        lines.append("  It depends on no other segment.")
-    else:
-        which = "which" if len(segment.after) == 1 else "the last of which"
-        lines.append(
-            f"  It depends on {_names([by_id[other].name for other in segment.after])}, {which} ends at "
-            f"{format_ns(last_needed.end_ns)}."
-        )
-    if last_on_lane is not None and (last_needed is None or last_on_lane.end_ns > last_needed.end_ns):
-        earlier = by_id[last_on_lane.segment].name
-        lines.append(f"  The units of its lane are busy with {earlier} until {format_ns(last_on_lane.end_ns)}.")
-    concurrent = [
-        other
-        for other in bars.values()
-        if other.segment != segment.id and other.start_ns < bar.end_ns > bar.start_ns and other.end_ns > bar.start_ns
-    ]
-    if concurrent:
-        lines.append(f"  Concurrent with it: {_names([by_id[other.segment].name for other in concurrent])}.")
-    else:
-        lines.append("  Nothing runs concurrently.")
-    if segment.units < segment.asked_units:
-        fastest = min(choice.duration_ns for choice in segment.choices)
-        lines.append(
-            f"  With {_units(segment.asked_units)} it would take {format_ns(fastest)}, but concurrent segments would "
-            f"have to wait; the plan as a whole is {graph.gain:.2f}x as fast as one lane."
-        )
-    if graph.variant != Variant.PLAN:
-        lines.append(f"  The graph now runs {graph.variant} instead of its plan; see the verdict.")
-    return "\n".join(lines)
-
-
 def _units(count: int) -> str:
     return format_count(count, "unit")
-
-
-def _bound_by(segment: SegmentSummary) -> str:
-    if segment.bottleneck is Bottleneck.WAITING:
-        return f"waiting, {format_ns(segment.waited_ns)} before it starts"
-    share = {
-        Bottleneck.MEMORY: segment.memory_share,
-        Bottleneck.LAUNCH: segment.launch_share,
-        Bottleneck.COMPUTE: 1 - segment.memory_share - segment.launch_share,
-    }[segment.bottleneck]
-    return f"{segment.bottleneck.value} ({share:.0%})"
 
 
 def _names(names: list[str]) -> str:

@@ -48,15 +48,6 @@ MAX_PAIRS = 4
 MAX_GRAPHS = 4
 """Number of graphs that a line about states names, per stage."""
 
-OTHER_BATCHES = (
-    "other batch sizes need the model's inputs: use apollo explain --what-if batch=16,32, or "
-    "explain(..., batches=(16, 32))"
-)
-"""Note below comparisons without other batch sizes; a compiled model does not keep its inputs."""
-
-WORTH_BATCHING = 1.2
-"""Time of equal segments side by side over that of one batched call from which it is worth a sentence."""
-
 WRONG = 1.1
 """Measured over predicted time from which the difference is worth a sentence."""
 
@@ -249,13 +240,6 @@ def _remedies(graph: GraphSummary, report: ModelSummary) -> list[str]:
             f"{share[Bottleneck.COMPUTE]:.0%} of the time compute, and {largest.name} takes "
             f"{largest.predicted_ns / total:.0%} of it."
         )
-    for each in graph.ensembles:
-        if each.apart_ns > WORTH_BATCHING * each.batched_ns:
-            found.append(
-                f"Try torch.vmap over torch.func.stack_module_state: {len(each.names)} independent segments run the "
-                f"same code ({_first(each.names)}), which takes {format_ns(each.apart_ns)} or more side by side, and "
-                f"{format_ns(each.batched_ns)} as one batched call, by prediction."
-            )
     if report.breaks and not report.fragments:  # `fragments` covers the breaks of all graphs
         found.append(
             f"Try to remove the {len(report.breaks)} graph breaks below: nothing overlaps across a break."
@@ -264,7 +248,4 @@ def _remedies(graph: GraphSummary, report: ModelSummary) -> list[str]:
         )
     if graph.stopped_early:
         found.append("The time limit ended the search: try a larger 'plan.time_limit_s'.")
-    best = max(graph.what_if, key=lambda row: row.gain, default=None)
-    if best is not None and best.gain > max(graph.gain, 1) * SMALL_GAIN:
-        found.append(f"With {best.change} the plan is predicted to be {best.gain:.2f}x as fast as one lane there.")
     return found

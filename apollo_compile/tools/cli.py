@@ -34,11 +34,10 @@ from typing import TYPE_CHECKING, Any
 from apollo_compile import __version__
 from apollo_compile.config import load_config
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.errors import ApolloError, CallError, ConfigError
-from apollo_compile.json_form import to_json
-from apollo_compile.tools.argument_types import positive
+from apollo_compile.errors import ApolloError, CallError, ConfigError, PipelinePlanError
+from apollo_compile.json_form import parse, to_json
+from apollo_compile.tools.arguments import positive, split_target
 from apollo_compile.tools.cluster import ACTIONS
-from apollo_compile.tools.target_name import split_target
 from apollo_compile.units import format_ns, seconds_to_ns
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Raise CallError for a file that cannot be written, before anything is compiled."""
-    for name in ("html", "trace", "dot", "save", "output"):
+    for name in ("html", "trace", "save", "output"):
         path: Path | None = getattr(args, name, None)
         if path is None:
             continue
@@ -103,14 +102,13 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = _command(commands, "explain", _explain, "plan a model without training it")
     _add_target(explain)
+    explain.add_argument("--profile", metavar="NAME", help="plan for another device, by its profile: h200, or a path")
     _add_renderings(explain)
-    _add_comparisons(explain)
 
     report = _command(commands, "report", _report, "train a model for some steps and report, or show a saved report")
     report.add_argument("target", metavar="SOURCE", help=f"a saved report (.json), or {TARGET_HELP}")
     _add_build_options(report)
     _add_renderings(report)
-    _add_comparisons(report)
     report.add_argument("--steps", type=positive, help="training steps; default: until autotuning has ended")
     report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
 
@@ -218,27 +216,12 @@ def _add_build_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="option of the backend, e.g. plan.planner=greedy",
     )
-    command.add_argument(
-        "-v", "--verbose", action="store_true", help="with --why: a paragraph per segment; errors: where they arose"
-    )
-
-
-def _add_comparisons(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--what-if",
-        action="append",
-        default=[],
-        type=_comparison,
-        metavar="COMPARISON",
-        help="compare with other plans: units=2,4 (of this device), profile=h200 (a device profile), or batch=16,32; "
-        "may be repeated",
-    )
+    command.add_argument("-v", "--verbose", action="store_true", help="show where an error arose")
 
 
 def _add_renderings(command: argparse.ArgumentParser) -> None:
     command.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write the timelines for Perfetto")
-    command.add_argument("--dot", type=Path, metavar="FILE", help="write the graph of segments for Graphviz")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the report as JSON")
     command.add_argument("--why", metavar="NAME", help="explain why this segment or module runs where and when it does")
 
@@ -251,24 +234,6 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value  # a string without quotes
-
-
-def _comparison(text: str) -> tuple[str, tuple[Any, ...]]:
-    """Return the argument of `explain` for a comparison, and its value."""
-    name, _, values = text.partition("=")
-    if name in ("units", "batch") and values:
-        return {"units": "units", "batch": "batches"}[name], _counts(values)
-    if name == "profile" and values:
-        return "profiles", tuple(values.split(","))
-    raise argparse.ArgumentTypeError(f"expected units=N,N, profile=NAME or batch=N,N, got {text!r}")
-
-
-def _comparisons(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the comparisons as arguments of `explain`; repeated ones are concatenated."""
-    found: dict[str, Any] = {}
-    for name, value in args.what_if:
-        found[name] = (*found.get(name, ()), *value)
-    return found
 
 
 def _devices(text: str) -> tuple[str, tuple[int, ...]]:
@@ -306,9 +271,9 @@ def _explain(args: argparse.Namespace) -> int:
                 target.model,
                 target.args,
                 target.kwargs,
+                profile=args.profile,
                 options=dict(args.option),
                 progress=progress.tell,
-                **_comparisons(args),
             )
     return _show(report, args)
 
@@ -328,7 +293,7 @@ def _report(args: argparse.Namespace) -> int:
     return _show(_run_and_report(args), args)
 
 
-_FOR_A_MODEL = ("set", "option", "what_if", "steps", "inference")
+_FOR_A_MODEL = ("set", "option", "steps", "inference")
 """Arguments of `apollo report` that apply to running or planning a model."""
 
 
@@ -337,15 +302,13 @@ def _run_and_report(args: argparse.Namespace) -> Report:
 
     from apollo_compile.session.registry import is_settled
     from apollo_compile.tools.bench.child import MAX_WARMUP
-    from apollo_compile.tools.explain import compare_batches
     from apollo_compile.tools.report import report
     from apollo_compile.tools.targets import errors_of_the_model, load_target
 
     with _Progress() as progress:
         progress.tell("building the model")
         target = load_target(args.target, dict(args.set))
-        model, comparisons = target.model, _comparisons(args)
-        batches = comparisons.pop("batches", ())
+        model = target.model
         compiled = torch.compile(model, backend="apollo", options=dict(args.option))
         limit = args.steps or MAX_WARMUP
         for step in range(limit):
@@ -358,25 +321,13 @@ def _run_and_report(args: argparse.Namespace) -> Report:
                 model.zero_grad(set_to_none=True)
             if args.steps is None and step >= 1 and is_settled(model):
                 break
-        found = report(model, **comparisons)
-        with torch.set_grad_enabled(not args.inference):
-            return compare_batches(
-                found,
-                model,
-                target.args,
-                target.kwargs,
-                options=dict(args.option),
-                batches=batches,
-                progress=progress.tell,
-            )
+    return report(model)
 
 
 def _show(report: Report, args: argparse.Namespace) -> int:
     """Write and print a report in the requested forms."""
-    answer = (
-        report.why(args.why, verbose=args.verbose) if args.why else None
-    )  # first, so that a wrong name writes no files
-    for path, render in ((args.html, report.to_html), (args.trace, report.to_trace), (args.dot, report.to_dot)):
+    answer = report.why(args.why) if args.why else None  # first, so that a wrong name writes no files
+    for path, render in ((args.html, report.to_html), (args.trace, report.to_trace)):
         if path is not None:
             path.write_text(render(), encoding="utf-8")
     if args.save is not None:
@@ -521,15 +472,31 @@ def _sides(path: Path) -> tuple[Side, ...]:
 
 
 def _simulate_pipeline(args: argparse.Namespace) -> int:
-    from apollo_compile.reports.render_pipeline import render_pipeline_html, render_pipeline_trace
-    from apollo_compile.tools.simulate_pipeline import simulate_file
+    from apollo_compile.distributed.pipeline.case import fill_case, read_case
+    from apollo_compile.distributed.pipeline.memory import peak_live
+    from apollo_compile.distributed.pipeline.picture import render_html, render_trace
+    from apollo_compile.distributed.pipeline.text import format_steps
 
-    simulation = simulate_file(args.file)
+    try:
+        case = read_case(parse(args.file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise PipelinePlanError(f"{args.file} does not describe a pipeline: {error}") from error
+    steps = fill_case(case, args.file.stem)
     if args.html is not None:
-        args.html.write_text(render_pipeline_html(simulation.steps), encoding="utf-8")
+        args.html.write_text(render_html(steps), encoding="utf-8")
     if args.trace is not None:
-        args.trace.write_text(json.dumps(render_pipeline_trace(simulation.steps)), encoding="utf-8")
-    print(json.dumps(simulation.facts) if args.json else simulation.text)
+        args.trace.write_text(json.dumps(render_trace(steps)), encoding="utf-8")
+    facts = {
+        name: {
+            "step_ns": plan.step_ns,
+            "hidden_share": plan.hidden_share,
+            "live": peak_live(plan),
+            "replica_of": plan.replica_of,
+            "pauses": [pause._asdict() for pause in plan.pauses],
+        }
+        for name, plan in steps.by_name.items()
+    }
+    print(json.dumps(to_json(facts)) if args.json else format_steps(steps))
     return 0
 
 

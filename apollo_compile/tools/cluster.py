@@ -21,7 +21,7 @@ from apollo_compile.cluster.files import (
     read_plan,
 )
 from apollo_compile.cluster.values import ClusterPlan, Schedule
-from apollo_compile.tools.argument_types import above_zero, positive
+from apollo_compile.tools.arguments import above_zero, positive
 
 Tell = Callable[[str], None]
 

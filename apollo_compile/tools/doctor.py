@@ -9,25 +9,26 @@ every case can be tested on any machine.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 
 from apollo_compile.config import Config, load_config
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.device.cpu.machine import machine_fingerprint
-from apollo_compile.errors import ConfigError, PlanFileError
+from apollo_compile.errors import ApolloError, ConfigError
 from apollo_compile.progress import Progress
 from apollo_compile.store.plan_file import read_plans
 from apollo_compile.store.profiles import ProfileState, cached_profile_path, inspect_profile
 from apollo_compile.target.findings import Finding, Level
-from apollo_compile.tools.machine_facts import MachineFacts
 
 LEAST_TORCH = (2, 11)
 
@@ -36,17 +37,66 @@ _PROGRAM = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n
 _COMPILE_TIMEOUT_S = 60
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineFacts:
+    """Facts about a machine and its software."""
+
+    python: str
+    torch: str | None
+    """Version of torch; None if it cannot be imported."""
+    torch_problem: str | None = None
+    native_problem: str | None = None
+    """Why the native runtime does not load; None if it does."""
+    handles_problem: str | None = None
+    """Why torch's tensor handles cannot be used; None if they can."""
+    config_problem: str | None = None
+    """Why settings in the environment are invalid; None if they are valid."""
+    plan_problem: str | None = None
+    """Why the plans in APOLLO_PLAN cannot be read; None if they can."""
+    compiler: str | None = None
+    compiler_problem: str | None = None
+    """Why a program with OpenMP cannot be compiled; None if it can."""
+    is_body_tried: bool = True
+    """Whether a test body is compiled, if possible."""
+    body_problem: str | None = None
+    """Why a compiled test body runs under the GIL; None if it does not, or if no body was compiled."""
+    cores: int
+    """Cores of the machine."""
+    allowed_cores: int
+    """Cores that this process may run on."""
+    core_limit: float | None = None
+    """CPU time in cores that the container grants; None if there is no limit."""
+    threads: int | None = None
+    """Threads that torch uses."""
+    has_openmp: bool | None = None
+    """Whether torch was built with OpenMP."""
+    profile: ProfileState | None = None
+    profile_path: Path | None = None
+    profile_detail: str = ""
+    cache: Path | None = None
+    cache_problem: str | None = None
+    """Why the cache directory cannot be written; None if it can."""
+    ortools: str | None = None
+    """Version of OR-Tools; None if it cannot be imported."""
+    ortools_problem: str | None = None
+    """Why OR-Tools cannot be imported, with its required and the installed protobuf; None if it can."""
+    cuda_devices: tuple[str, ...] = ()
+    cuda_build: str | None = None
+    """CUDA version that torch was built with; None if it was built without CUDA."""
+    cuda_findings: tuple[Finding, ...] = ()
+    """Findings about the first CUDA device, including its self-check."""
+
+
 def diagnose(facts: MachineFacts) -> tuple[Finding, ...]:
     """Return the findings, in the order in which problems should be fixed."""
     return (
-        Finding(level=Level.OK, subject="python", message=facts.python),
+        _ok("python", facts.python),
         _torch(facts),
-        *_native(facts),
+        _native(facts),
         _config(facts),
         _compiler(facts),
         *_bodies(facts),
         *_cores(facts),
-        *_openmp(facts),
         *_profile(facts),
         _cache(facts),
         _ortools(facts),
@@ -54,7 +104,7 @@ def diagnose(facts: MachineFacts) -> tuple[Finding, ...]:
     )
 
 
-def is_fit(findings: tuple[Finding, ...]) -> bool:
+def is_fit(findings: Iterable[Finding]) -> bool:
     """Return whether apollo works on this machine: no finding is an error."""
     return all(finding.level is not Level.ERROR for finding in findings)
 
@@ -62,24 +112,24 @@ def is_fit(findings: tuple[Finding, ...]) -> bool:
 # ------------------------------------------------------------------------------------------------------- judgements
 
 
+def _finding(level: Level, subject: str, message: str, advice: str = "") -> Finding:
+    return Finding(level=level, subject=subject, message=message, advice=advice)
+
+
+_ok, _note, _warning, _error = (functools.partial(_finding, level) for level in Level)
+
+
 def _torch(facts: MachineFacts) -> Finding:
     least = ".".join(map(str, LEAST_TORCH))
     advice = f"install torch {least} or later"
     if facts.torch is None:
-        return Finding(
-            level=Level.ERROR, subject="torch", message=f"cannot be imported: {facts.torch_problem}", advice=advice
-        )
+        return _error("torch", f"cannot be imported: {facts.torch_problem}", advice)
     version = _version(facts.torch)
     if version is None or version < LEAST_TORCH:
-        return Finding(level=Level.ERROR, subject="torch", message=f"{facts.torch} is too old", advice=advice)
+        return _error("torch", f"{facts.torch} is too old", advice)
     if facts.torch_problem is not None:
-        return Finding(
-            level=Level.ERROR,
-            subject="torch",
-            message=f"{facts.torch} does not work: {facts.torch_problem}",
-            advice="install torch again",
-        )
-    return Finding(level=Level.OK, subject="torch", message=facts.torch)
+        return _error("torch", f"{facts.torch} does not work: {facts.torch_problem}", "install torch again")
+    return _ok("torch", facts.torch)
 
 
 def _version(text: str) -> tuple[int, int] | None:
@@ -89,192 +139,120 @@ def _version(text: str) -> tuple[int, int] | None:
     return None
 
 
-def _native(facts: MachineFacts) -> list[Finding]:
+def _native(facts: MachineFacts) -> Finding:
+    subject = "native runtime"
     if facts.native_problem is not None:
-        return [
-            Finding(
-                level=Level.ERROR,
-                subject="native runtime",
-                message=f"does not load: {facts.native_problem}",
-                advice="install apollo_compile for this Python: 'pip install .', or 'make native' in a checkout",
-            )
-        ]
+        advice = "install apollo_compile for this Python: 'pip install .', or 'make native' in a checkout"
+        return _error(subject, f"does not load: {facts.native_problem}", advice)
     if facts.handles_problem is not None:
-        return [
-            Finding(
-                level=Level.ERROR,
-                subject="native runtime",
-                message=f"loads, but cannot use the tensors of torch: {facts.handles_problem}",
-                advice="install a release of torch that this package was tested with",
-            )
-        ]
-    return [Finding(level=Level.OK, subject="native runtime", message="loads")]
+        message = f"loads, but cannot use the tensors of torch: {facts.handles_problem}"
+        return _error(subject, message, "install a release of torch that this package was tested with")
+    return _ok(subject, "loads")
 
 
 def _config(facts: MachineFacts) -> Finding:
     if facts.config_problem is not None:
-        return Finding(
-            level=Level.ERROR,
-            subject="settings",
-            message=facts.config_problem,
-            advice="correct the environment variable, or unset it",
-        )
+        return _error("settings", facts.config_problem, "correct the environment variable, or unset it")
     if facts.plan_problem is not None:
-        return Finding(
-            level=Level.WARNING,
-            subject="settings",
-            message=facts.plan_problem,
-            advice="correct APOLLO_PLAN, or unset it; until then the planner is used",
-        )
-    return Finding(level=Level.OK, subject="settings", message="the environment's are valid")
+        advice = "correct APOLLO_PLAN, or unset it; until then the planner is used"
+        return _warning("settings", facts.plan_problem, advice)
+    return _ok("settings", "the environment's are valid")
 
 
 def _compiler(facts: MachineFacts) -> Finding:
     if facts.compiler is None:
-        return Finding(
-            level=Level.ERROR,
-            subject="C++ compiler",
-            message=f"none, so graphs run operator by operator: searched for {', '.join(_COMPILERS)}",
-            advice="install g++ and Python's headers (g++ and python3-dev on Debian): apollo_compile itself needs no "
+        return _error(
+            "C++ compiler",
+            f"none, so graphs run operator by operator: searched for {', '.join(_COMPILERS)}",
+            "install g++ and Python's headers (g++ and python3-dev on Debian): apollo_compile itself needs no "
             "compiler, but Inductor compiles every body with it",
         )
     if facts.compiler_problem is not None:
-        return Finding(
-            level=Level.ERROR,
-            subject="C++ compiler",
-            message=f"{facts.compiler} cannot compile a program with OpenMP: {facts.compiler_problem}",
-            advice="install the compiler's OpenMP library and headers (libgomp, or libomp for clang)",
+        return _error(
+            "C++ compiler",
+            f"{facts.compiler} cannot compile a program with OpenMP: {facts.compiler_problem}",
+            "install the compiler's OpenMP library and headers (libgomp, or libomp for clang)",
         )
-    return Finding(level=Level.OK, subject="C++ compiler", message=f"{facts.compiler} compiles programs with OpenMP")
+    return _ok("C++ compiler", f"{facts.compiler} compiles programs with OpenMP")
 
 
 def _can_compile(facts: MachineFacts) -> bool:
     """Whether bodies can be compiled, as far as the findings tell."""
-    return all(finding.level is not Level.ERROR for finding in (_torch(facts), *_native(facts), _compiler(facts)))
+    return is_fit((_torch(facts), _native(facts), _compiler(facts)))
 
 
-def _bodies(facts: MachineFacts) -> list[Finding]:
+def _bodies(facts: MachineFacts) -> Iterator[Finding]:
     if not _can_compile(facts):
-        return []  # other findings must be fixed first
+        return  # other findings must be fixed first
     if not facts.is_body_tried:
-        return [
-            Finding(
-                level=Level.NOTE,
-                subject="native bodies",
-                message="not tested: only models on the CPU use them, and torch sees a GPU",
-                advice="run 'apollo doctor --cpu' to test one, which can take a minute",
-            )
-        ]
-    if facts.body_problem is not None:
-        return [
-            Finding(
-                level=Level.WARNING,
-                subject="native bodies",
-                message=f"none, so lanes take turns under the GIL and gain little or nothing: {facts.body_problem}",
-                advice="install a release of torch that this package was tested with (docs/versions.md lists them)",
-            )
-        ]
-    return [Finding(level=Level.OK, subject="native bodies", message="a test body compiles, and runs without the GIL")]
-
-
-def _cores(facts: MachineFacts) -> list[Finding]:
-    found = []
-    seen = min(facts.allowed_cores, facts.threads or facts.allowed_cores)
-    usable = seen if facts.core_limit is None else min(seen, max(1, int(facts.core_limit)))
-    if usable == 1:
-        found.append(
-            Finding(
-                level=Level.WARNING,
-                subject="cores",
-                message=f"one core of {facts.cores}: modules cannot run concurrently",
-                advice="allow the process more cores (taskset, the container's limits, OMP_NUM_THREADS)",
-            )
+        message = "not tested: only models on the CPU use them, and torch sees a GPU"
+        yield _note("native bodies", message, "run 'apollo doctor --cpu' to test one, which can take a minute")
+    elif facts.body_problem is not None:
+        yield _warning(
+            "native bodies",
+            f"none, so lanes take turns under the GIL and gain little or nothing: {facts.body_problem}",
+            "install a release of torch that this package was tested with (docs/versions.md lists them)",
         )
     else:
-        found.append(Finding(level=Level.OK, subject="cores", message=f"{usable} of {facts.cores} are used"))
-    if facts.allowed_cores < facts.cores:
-        found.append(
-            Finding(
-                level=Level.NOTE,
-                subject="core mask",
-                message=f"the process may run on {facts.allowed_cores} of {facts.cores} cores",
-                advice="if this is not intended, check taskset, cpuset or the job's allocation",
-            )
-        )
-    if facts.threads is not None and facts.threads < facts.allowed_cores:
-        found.append(
-            Finding(
-                level=Level.NOTE,
-                subject="threads",
-                message=f"torch uses {facts.threads} of {facts.allowed_cores} cores, and so does apollo",
-                advice="change it with torch.set_num_threads or OMP_NUM_THREADS",
-            )
-        )
-    if facts.core_limit is not None and facts.core_limit < seen:
-        found.append(
-            Finding(
-                level=Level.WARNING,
-                subject="container",
-                message=f"the container grants time for {facts.core_limit:g} of {seen} visible cores: apollo uses "
-                f"{usable}, and torch's threads may be throttled during a step",
-                advice="pin the container to whole cores (--cpuset-cpus) instead of limiting its time (--cpus)",
-            )
-        )
-    return found
+        yield _ok("native bodies", "a test body compiles, and runs without the GIL")
 
 
-def _openmp(facts: MachineFacts) -> list[Finding]:
+def _cores(facts: MachineFacts) -> Iterator[Finding]:
+    cores, allowed, limit = facts.cores, facts.allowed_cores, facts.core_limit
+    seen = min(allowed, facts.threads or allowed)
+    usable = seen if limit is None else min(seen, max(1, int(limit)))
+    if usable == 1:
+        advice = "allow the process more cores (taskset, the container's limits, OMP_NUM_THREADS)"
+        yield _warning("cores", f"one core of {cores}: modules cannot run concurrently", advice)
+    else:
+        yield _ok("cores", f"{usable} of {cores} are used")
+    if allowed < cores:
+        advice = "if this is not intended, check taskset, cpuset or the job's allocation"
+        yield _note("core mask", f"the process may run on {allowed} of {cores} cores", advice)
+    if facts.threads is not None and facts.threads < allowed:
+        advice = "change it with torch.set_num_threads or OMP_NUM_THREADS"
+        yield _note("threads", f"torch uses {facts.threads} of {allowed} cores, and so does apollo", advice)
+    if limit is not None and limit < seen:
+        yield _warning(
+            "container",
+            f"the container grants time for {limit:g} of {seen} visible cores: apollo uses {usable}, and torch's "
+            "threads may be throttled during a step",
+            "pin the container to whole cores (--cpuset-cpus) instead of limiting its time (--cpus)",
+        )
     if facts.has_openmp is False:
-        return [
-            Finding(
-                level=Level.WARNING,
-                subject="OpenMP",
-                message="torch was built without it: every kernel uses one core only",
-                advice="install a build of torch with OpenMP",
-            )
-        ]
-    return []
+        message = "torch was built without it: every kernel uses one core only"
+        yield _warning("OpenMP", message, "install a build of torch with OpenMP")
 
 
-def _profile(facts: MachineFacts) -> list[Finding]:
+def _profile(facts: MachineFacts) -> Iterator[Finding]:
     advice = "run 'apollo calibrate': it takes about a minute"
     where = str(facts.profile_path)
     match facts.profile:
-        case None:
-            return []
         case ProfileState.CURRENT:
-            return [Finding(level=Level.OK, subject="device profile", message=f"{where}, {facts.profile_detail}")]
+            yield _ok("device profile", f"{where}, {facts.profile_detail}")
         case ProfileState.SCALED:
-            message = f"{where} is the packaged profile, scaled by a quick measurement"
-            return [Finding(level=Level.NOTE, subject="device profile", message=message, advice=advice)]
+            yield _note("device profile", f"{where} is the packaged profile, scaled by a quick measurement", advice)
         case ProfileState.MISSING:
             message = "this machine is not measured yet: the packaged profile will be scaled"
-            return [Finding(level=Level.NOTE, subject="device profile", message=message, advice=advice)]
+            yield _note("device profile", message, advice)
         case ProfileState.STALE | ProfileState.DAMAGED:
-            message = f"{where} is {facts.profile.value} ({facts.profile_detail})"
-            return [Finding(level=Level.WARNING, subject="device profile", message=message, advice=advice)]
+            yield _warning("device profile", f"{where} is {facts.profile.value} ({facts.profile_detail})", advice)
 
 
 def _cache(facts: MachineFacts) -> Finding:
-    if facts.cache_problem is not None:
-        return Finding(
-            level=Level.WARNING,
-            subject="cache",
-            message=f"{facts.cache} cannot be written: {facts.cache_problem}",
-            advice="set XDG_CACHE_HOME or 'device.cache'; until then every process measures the machine again",
-        )
-    return Finding(level=Level.OK, subject="cache", message=f"{facts.cache} can be written")
+    if facts.cache_problem is None:
+        return _ok("cache", f"{facts.cache} can be written")
+    advice = "set XDG_CACHE_HOME or 'device.cache'; until then every process measures the machine again"
+    return _warning("cache", f"{facts.cache} cannot be written: {facts.cache_problem}", advice)
 
 
 def _ortools(facts: MachineFacts) -> Finding:
-    if facts.ortools is None:
-        return Finding(
-            level=Level.WARNING,
-            subject="OR-Tools",
-            message=f"plans come from heuristics, and bounds are weaker: cannot be imported: {facts.ortools_problem}",
-            advice="pip install ortools; if that conflicts with another package, apollo works without it",
-        )
-    return Finding(level=Level.OK, subject="OR-Tools", message=facts.ortools)
+    if facts.ortools is not None:
+        return _ok("OR-Tools", facts.ortools)
+    message = f"plans come from heuristics, and bounds are weaker: cannot be imported: {facts.ortools_problem}"
+    return _warning(
+        "OR-Tools", message, "pip install ortools; if that conflicts with another package, apollo works without it"
+    )
 
 
 def _cuda(facts: MachineFacts) -> list[Finding]:
@@ -283,16 +261,15 @@ def _cuda(facts: MachineFacts) -> list[Finding]:
     if facts.cuda_devices:
         names = ", ".join(facts.cuda_devices)
         return [
-            Finding(
-                level=Level.NOTE,
-                subject="CUDA",
-                message=f"torch sees {names}; graphs on it run with torch.compile, unless another variant is faster",
-                advice="if an error follows, set 'device.cuda_lanes' to False (APOLLO_CUDA_LANES=0)",
+            _note(
+                "CUDA",
+                f"torch sees {names}; graphs on it run with torch.compile, unless another variant is faster",
+                "if an error follows, set 'device.cuda_lanes' to False (APOLLO_CUDA_LANES=0)",
             ),
             *facts.cuda_findings,
         ]
     why = "torch was built without it" if facts.cuda_build is None else "torch sees no device"
-    return [Finding(level=Level.OK, subject="CUDA", message=f"not used: {why}")]
+    return [_ok("CUDA", f"not used: {why}")]
 
 
 # ------------------------------------------------------------------------------------------------------------ looking
@@ -315,52 +292,69 @@ def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Machin
     version, torch_problem = _import_torch()
     parsed = _version(version) if version else None
     is_usable = parsed is not None and parsed >= LEAST_TORCH and torch_problem is None
-    native_problem = _problem_of("apollo_compile._native")
-    ortools, ortools_problem = _import_ortools()
+    torch = import_module("torch") if is_usable else None
+    native_problem = _problem_of(lambda: import_module("apollo_compile._native"))
+    is_complete = torch is not None and native_problem is None
+    ortools_problem = _problem_of(lambda: import_module("ortools.sat.python.cp_model"))
     config, config_problem = _look_at_config()
-    cache = None if config is None else config.device.cache
+    cache, plan = (None, None) if config is None else (config.device.cache, config.plan.file)
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-    threads = _threads() if is_usable else None
+    threads = None if torch is None else torch.get_num_threads()
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     state: ProfileState | None = None
     path, detail = None, ""
-    if config is not None and is_usable:
-        config_problem = _profile_problem(config) if native_problem is None else None
+    if config is not None and torch is not None:
+        if is_complete and config.device.profile is not None:
+            config_problem = _problem_of(lambda: import_module("apollo_compile.device.open").select_profile(config))
         if config_problem is None:
             state, path, detail = _look_at_profile(config, _units(allowed, threads))
-    cuda_devices = _cuda_devices() if is_usable else ()
-    progress.at("checking lanes on the GPU" if cuda_devices else "looking at the machine")
+    has_gpu = torch is not None and torch.cuda.is_available()
+    names = () if torch is None or not has_gpu else map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    progress.at("checking lanes on the GPU" if has_gpu else "looking at the machine")
     facts = MachineFacts(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=version,
         torch_problem=torch_problem,
         native_problem=native_problem,
-        handles_problem=_handles_problem() if is_usable and native_problem is None else None,
+        handles_problem=_problem_of(lambda: import_module("apollo_compile.torch_bridge.handles").tensor_api())
+        if is_complete
+        else None,
         config_problem=config_problem,
-        plan_problem=None if config is None else _plan_problem(config),
+        plan_problem=None if plan is None else _problem_of(lambda: read_plans(plan)),
         compiler=compiler,
         compiler_problem=None if compiler is None else _try_compiler(compiler),
         cores=os.cpu_count() or 1,
         allowed_cores=allowed,
         core_limit=granted_cores(),
         threads=threads,
-        has_openmp=_has_openmp() if is_usable else None,
+        has_openmp=None if torch is None else bool(torch.backends.openmp.is_available()),
         profile=state,
         profile_path=path,
         profile_detail=detail,
         cache=cache,
-        cache_problem=None if cache is None else _try_to_write(cache),
-        ortools=ortools,
-        ortools_problem=ortools_problem,
-        cuda_devices=cuda_devices,
-        cuda_build=_cuda_build() if is_usable else None,
-        cuda_findings=_examine_cuda(config, check_gpu_again) if is_usable and native_problem is None else (),
-        is_body_tried=try_cpu or not cuda_devices,
+        cache_problem=None if cache is None else _problem_of(lambda: _write_into(cache)),
+        ortools=metadata.version("ortools") if ortools_problem is None else None,
+        ortools_problem=ortools_problem and ortools_problem + _protobufs(),
+        cuda_devices=tuple(names),
+        cuda_build=None if torch is None else torch.version.cuda,
+        cuda_findings=_examine_cuda(cache, check_gpu_again) if is_complete and has_gpu else (),
+        is_body_tried=try_cpu or not has_gpu,
     )
     if not facts.is_body_tried or not _can_compile(facts):
         return facts
     progress.at("compiling a body for the CPU")
     return replace(facts, body_problem=_body_problem())
+
+
+def _problem_of(attempt: Callable[[], object]) -> str | None:
+    """Return why an attempt fails; None if it does not. A broken installation may raise anything."""
+    try:
+        attempt()
+    except ApolloError as error:
+        return str(error)
+    except Exception as error:
+        return _format(error)
+    return None
 
 
 def _import_torch() -> tuple[str | None, str | None]:
@@ -373,24 +367,6 @@ def _import_torch() -> tuple[str | None, str | None]:
     if version is None:
         return None, "it has no version: another module of that name shadows it"
     return str(version), None if hasattr(torch, "compile") else "it has no torch.compile"
-
-
-def _problem_of(module: str) -> str | None:
-    try:
-        import_module(module)
-    except Exception as error:  # an extension for another Python or another machine may raise anything
-        return _format(error)
-    return None
-
-
-def _handles_problem() -> str | None:
-    try:
-        from apollo_compile.torch_bridge.handles import tensor_api
-
-        tensor_api()
-    except Exception as error:  # any error of torch's private parts is a finding
-        return _format(error)
-    return None
 
 
 def _body_problem() -> str | None:
@@ -421,67 +397,12 @@ def _look_at_config() -> tuple[Config | None, str | None]:
         return None, str(error)
 
 
-def _profile_problem(config: Config) -> str | None:
-    """Return why the configured profile cannot be used; None if it can, or if none is configured."""
-    if config.device.profile is None:
-        return None
-    try:
-        from apollo_compile.device.open import select_profile
-
-        select_profile(config)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def _plan_problem(config: Config) -> str | None:
-    """Return why the configured plans cannot be read; None if they can, or if none are configured."""
-    if config.plan.file is None:
-        return None
-    try:
-        read_plans(config.plan.file)
-    except PlanFileError as error:
-        return str(error)
-    return None
-
-
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
-def _has_openmp() -> bool:
-    import torch
-
-    return bool(torch.backends.openmp.is_available())  # type: ignore[no-untyped-call]
-
-
-def _cuda_devices() -> tuple[str, ...]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-
-
-def _cuda_build() -> str | None:
-    import torch
-
-    return torch.version.cuda
-
-
-def _examine_cuda(config: Config | None, check_again: bool) -> tuple[Finding, ...]:
+def _examine_cuda(cache: Path | None, check_again: bool) -> tuple[Finding, ...]:
     """Return the findings about the first GPU, from an examination and from the stored or a new self-check."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
     try:
         from apollo_compile.device.gpu.check.examine import examine_cuda
 
         found = examine_cuda()
-        cache = None if config is None else config.device.cache
         if cache is None or any(finding.level is Level.ERROR for finding in found):
             return found  # there are no lanes to check
         from apollo_compile.device.gpu.check.self_check import check_gpu, describe
@@ -491,7 +412,7 @@ def _examine_cuda(config: Config | None, check_again: bool) -> tuple[Finding, ..
         verdict = check_gpu(TorchGpu(0), cache, again=check_again)
         return (*found, *describe(verdict, is_new=verdict.made_at >= begin))
     except Exception as error:  # a broken driver may raise anything
-        return (Finding(level=Level.ERROR, subject="GPU", message=f"cannot be examined: {_format(error)}"),)
+        return (_error("GPU", f"cannot be examined: {_format(error)}"),)
 
 
 def _units(allowed: int, threads: int | None) -> int:
@@ -533,25 +454,12 @@ _ENOUGH = 1 << 20
 """Bytes that the files of one model's findings take at most."""
 
 
-def _try_to_write(folder: Path) -> str | None:
-    """Return why nothing can be written into `folder`, which need not exist yet; None if it can."""
+def _write_into(folder: Path) -> None:
+    """Write a temporary file into `folder`, which need not exist yet."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(bytes(_ENOUGH))  # an empty file can be made on a full disk
-            file.flush()
-            return None
-    except OSError as error:
-        return _format(error)
-
-
-def _import_ortools() -> tuple[str | None, str | None]:
-    """Return the version of OR-Tools, or why it cannot be imported."""
-    try:
-        import_module("ortools.sat.python.cp_model")
-        return metadata.version("ortools"), None
-    except Exception as error:  # a broken installation may raise anything
-        return None, _format(error) + _protobufs()
+    with tempfile.TemporaryFile(dir=existing) as file:
+        file.write(bytes(_ENOUGH))  # an empty file can be made on a full disk
+        file.flush()
 
 
 def _protobufs() -> str:

@@ -20,7 +20,6 @@ from apollo_compile.session.step.arguments import check_arguments
 from apollo_compile.session.step.loss import LossFunction, own_loss
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.split import split_evenly
-from apollo_compile.tools.what_if import what_if
 
 
 def explain_step(
@@ -34,8 +33,6 @@ def explain_step(
     keep_gradients: bool = False,
     split: Callable[[Any, int], Sequence[Any]] | None = None,
     options: Mapping[str, Any] | None = None,
-    units: Sequence[int] = (),
-    profiles: Sequence[str] = (),
 ) -> Report:
     """Return a report of the plan of a training step of `compile_step`, without training.
 
@@ -51,8 +48,6 @@ def explain_step(
         keep_gradients: as for `compile_step`.
         split: as for `compile_step`.
         options: as for `torch.compile(..., options=...)`.
-        units: numbers of units to compare with. Every comparison plans all graphs again.
-        profiles: device profiles to compare with, paths or packaged names.
 
     Raises:
         TargetError: `model` is not a module or cannot be copied, or the batch cannot be split; see `compile_step`.
@@ -62,7 +57,7 @@ def explain_step(
     loss_fn = own_loss if loss_fn is None else loss_fn
     check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
     config = load_config(options)
-    parts, profile = (split or split_evenly)(batch, microbatches), select_profile(config)
+    parts = (split or split_evenly)(batch, microbatches)
     try:
         compilation = predict_step(
             model,
@@ -72,19 +67,11 @@ def explain_step(
             clip_grad_norm=clip_grad_norm,
             keep_gradients=keep_gradients,
             config=config,
-            profile=profile,
+            profile=select_profile(config),
         )
     except UnsupportedGraphError as error:
         detail = f"{Variant.LOOP}: {error}"
-        return Report(
-            graphs=(),
-            fallbacks=(),
-            states=(State(graph="step", stage=Stage.FALLS_BACK, detail=detail),),
-        )
-    summary = summarize(
-        compilation,
-        Trace(),
-        what_if=what_if(compilation, config, units=units, profiles=profiles),
-    )
+        state = State(graph="step", stage=Stage.FALLS_BACK, detail=detail)
+        return Report(graphs=(), fallbacks=(), states=(state,))
     state = planned_state(compilation.capture.name, None)  # predictions are checked for forwards and backwards alone
-    return Report(graphs=(summary,), fallbacks=(), states=(state,))
+    return Report(graphs=(summarize(compilation, Trace()),), fallbacks=(), states=(state,))

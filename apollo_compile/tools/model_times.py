@@ -90,7 +90,6 @@ class TracedModel:
                 seed=options.seed,
                 time_limit_s=options.time_limit_s,
                 work_s=PLANNING_S,
-                fixed_effort=options.fixed_effort,
                 memory_quota=options.memory_quota,
             )
             serial_ns += plan.serial_ns

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +16,9 @@ from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import compiled_models, describe_calls, find_models
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.step import Step
-from apollo_compile.tools.what_if import what_if
 
 
-def report(
-    model: Callable[..., Any] | Step | None = None,
-    *,
-    units: Sequence[int] = (),
-    profiles: Sequence[str] = (),
-) -> Report:
+def report(model: Callable[..., Any] | Step | None = None) -> Report:
     """Return a report of a compiled model, with measurements of its last step; it prints as text.
 
     Arguments:
@@ -33,22 +26,16 @@ def report(
             and buffers that they read; graphs of a function, or of a module without parameters and buffers, by its
             code. For a step of `compile_step`, its programs are reported. None reports all live compiled models, as
             needed for FSDP2, where graphs read gathered copies of parameters.
-        units: numbers of units to compare with. Every comparison plans all graphs again.
-        profiles: device profiles to compare with, paths or packaged names.
-
-    Comparing batch sizes needs inputs, which compiled models do not keep: see
-    `apollo_compile.tools.explain.compare_batches`.
 
     Raises:
         TargetError: `model` is not callable.
-        ConfigError: a profile cannot be read, or `units` has a number below 1.
     """
     if isinstance(model, Step):
-        return _report_step(model, units, profiles)
+        return _report_step(model)
     found = _find(model, "report")
     merged = merge_reports(
         Report(
-            graphs=tuple(_summarize(entry, units, profiles)),
+            graphs=tuple(_summarize(entry)),
             fallbacks=tuple(entry.fallbacks),
             verdicts=tuple(entry.verdicts),
             breaks=() if entry.graph_break is None else (entry.graph_break,),
@@ -59,11 +46,11 @@ def report(
     return replace(merged, fragments=describe_calls(found))
 
 
-def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str]) -> Report:
+def _report_step(step: Step) -> Report:
     """Return a report of the programs of a step; batches that run as a loop are fallbacks."""
     programs = [
         Report(
-            graphs=(_summarize_step(step, tuner, units, profiles),),
+            graphs=(_summarize_step(tuner),),
             fallbacks=(),
             verdicts=() if tuner.verdict is None else ((tuner.program.name, tuner.verdict),),
             states=(tuner.state,),
@@ -73,14 +60,9 @@ def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str]) -> R
     return merge_reports([*programs, *map(_report_state, step.states_beside_programs)])
 
 
-def _summarize_step(step: Step, tuner: StepTuner, units: Sequence[int], profiles: Sequence[str]) -> GraphSummary:
+def _summarize_step(tuner: StepTuner) -> GraphSummary:
     variants = tuner.program.variants
-    return summarize(
-        variants.compilation,
-        variants.plan.trace(),
-        variant=tuner.current,
-        what_if=what_if(variants.compilation, step.config, units=units, profiles=profiles),
-    )
+    return summarize(variants.compilation, variants.plan.trace(), variant=tuner.current)
 
 
 def status(model: Callable[..., Any] | None = None) -> str:
@@ -113,9 +95,8 @@ def _find(model: Callable[..., Any] | None, what: str) -> list[CompiledModel]:
     return compiled_models() if model is None else find_models(model)
 
 
-def _summarize(model: CompiledModel, units: Sequence[int], profiles: Sequence[str]) -> list[GraphSummary]:
+def _summarize(model: CompiledModel) -> list[GraphSummary]:
     """Return the summaries of a model's graphs, including planned fallbacks, forward before backward."""
-    compare = functools.partial(what_if, config=model.config, units=units, profiles=profiles)
     graphs = [
         summarize(
             graph.compilation,
@@ -124,7 +105,6 @@ def _summarize(model: CompiledModel, units: Sequence[int], profiles: Sequence[st
             is_cold=graph.learner.is_cold and graph.variant_of_plan == Variant.PLAN,
             is_deterministic=graph.is_deterministic,
             variant=graph.variant_of_plan,
-            what_if=compare(graph.compilation),
             lane_bytes=graph.lane_bytes(),
             lane_memory_quota=model.target.lane_memory_quota,
         )
@@ -135,7 +115,6 @@ def _summarize(model: CompiledModel, units: Sequence[int], profiles: Sequence[st
             compilation,
             Trace(),
             variant=Variant.INDUCTOR,
-            what_if=compare(compilation),
             lane_memory_quota=model.target.lane_memory_quota,
         )
         for compilation in model.unprofitable

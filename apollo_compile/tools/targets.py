@@ -27,7 +27,7 @@ import torch
 
 import apollo_compile
 from apollo_compile.errors import ApolloError, CallError, TargetError
-from apollo_compile.tools.target_name import split_target
+from apollo_compile.tools.arguments import split_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

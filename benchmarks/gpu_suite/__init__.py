@@ -11,7 +11,7 @@
     race.py       variants of one workload: compiled at the same time, measured in turns
     targets.py    what is wanted of the figures, and whether it was met
     tables.py     the short table that comes last
-    dry.py        a dry run: what goes wrong in it on purpose, and what may not be missing
+    dry.py        a dry run: what may not be missing in it
 
 Everything that touches the device is in a process of its own, with a time limit: one that crashes or hangs costs itself
 alone. With `--device cpu` all stages run with tiny models on a CPU, which tells that the suite works, and nothing else.

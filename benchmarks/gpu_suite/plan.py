@@ -11,8 +11,8 @@ Compiling is work for the CPU, and what most checks do is work for the GPU, so e
     other checks what is left, alone, if there is time
 
 That takes a core for every variant that compiles, and two for the check and this process. On fewer cores checks are
-made alone, in the stage of that name or in the last one. A dry run has drills besides (`dry.py`), and no more variants
-that compile at the same time than cores.
+made alone, in the stage of that name or in the last one. In a dry run no more variants compile at the same time than
+there are cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from apollo_compile.tools.bench.task import Task, Variant
 from apollo_compile.tools.bench.turns import spawn
 from benchmarks.gpu_suite.checks import DOCTOR, Checks
 from benchmarks.gpu_suite.device import DeviceProcess, look_at_device
-from benchmarks.gpu_suite.dry import LATER, drills
+from benchmarks.gpu_suite.dry import LATER
 from benchmarks.gpu_suite.race import Heat, race, started
 from benchmarks.gpu_suite.stages import Clock, Report, Stage
 from benchmarks.gpu_suite.targets import title_of
@@ -116,7 +116,6 @@ class Suite:
         others = Stage(name="other checks", share=0.0, run=partial(self.checks.run, GROUPS))
         return [
             looked,
-            *(drills(self._folder, self._clock) if self._is_dry else []),
             *([checks] if args.checks else []),
             *workloads,
             *([ledger] if args.ledger and workloads else []),

@@ -32,8 +32,6 @@ from torch import Tensor
 
 from apollo_compile import backend
 from apollo_compile.device.gpu.run.gpu import TorchGpu
-from apollo_compile.device.gpu.run.ledger import ledger_of
-from apollo_compile.json_form import to_json
 from apollo_compile.session import registry
 from apollo_compile.tools.bench.task import Task, Variant
 from benchmarks.harness.gpu_busy import busy_share, kernel_classes, profile_step, read_step, side_by_side_share
@@ -235,9 +233,9 @@ class Measured(Loop):
         }
 
     def ledger(self) -> dict[str, Any]:
-        """Return what the allocator holds by pool and stream, and our CUDA graphs by lane, and kernels by class."""
+        """Return what the allocator holds by pool and stream, and kernels by class."""
         if self._device != "cuda":
-            return {"segments": [], "graphs": [], "kernels": {}}
+            return {"segments": [], "kernels": {}}
         self._synchronize()
         held: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: {"held_bytes": 0, "active_bytes": 0})
         for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
@@ -251,7 +249,6 @@ class Measured(Loop):
         step = read_step(trace)
         return {
             "segments": segments,
-            "graphs": [to_json(ledger_of(captured)) for captured in gpu.captures],
             "kernels": kernel_classes(trace),
             "busy_share": busy_share(step.kernels, num_sms=gpu.native.num_sms, sms=step.sms),
             "side_by_side_share": side_by_side_share(step.kernels),
@@ -369,9 +366,6 @@ BY_HAND, TRACED, TRACED_GRAPHED = "captured by hand", "traced whole", "traced wh
 
 BASELINES = (INDUCTOR, REDUCE_OVERHEAD, MAX_AUTOTUNE)
 """The fastest of these is what speed-ups are over."""
-
-WHOLE_RIVALS = (BY_HAND, TRACED, TRACED_GRAPHED)
-"""Whole steps of others."""
 
 _GRAPHS = {"triton.cudagraphs": True}
 

@@ -1,11 +1,18 @@
-"""Small programs on lanes of a GPU, written by hand, and their times."""
+"""Small programs on lanes of a GPU, written by hand, and their times.
+
+    python -m benchmarks.harness.gpu_lanes 2 4 8
+
+prints `time_small_kernels` of GPU 0 as JSON, as the environment of its process sets the device up.
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,15 +34,17 @@ SMALL_KERNELS = 300
 """Kernels in a row on every lane."""
 
 
-def launch_of(segment: int, body: int, read: int, made: int) -> Launch:
-    """Return the launch of a segment that reads one buffer and makes another."""
-    return Launch(
-        segment=SegmentId(segment),
-        body=BodyId(body),
-        inputs=(BufferId(read),),
-        takes=(False,),
-        outputs=(BufferId(made),),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a check of a GPU saw."""
+
+    is_met: bool
+    text: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+Check = Callable[[TorchGpu], Outcome]
+"""Raises what it cannot do."""
 
 
 def split_evenly(gpu: TorchGpu, count: int) -> tuple[Lane, ...]:
@@ -50,7 +59,16 @@ def beside(lanes: Sequence[Lane], bodies: Sequence[int] | None = None) -> Progra
         name="beside",
         lanes=tuple(replace(lane, id=LaneId(index)) for index, lane in enumerate(lanes)),
         instructions=tuple(
-            (launch_of(index, bodies[index] if bodies else 0, index, count + index),) for index in range(count)
+            (
+                Launch(
+                    segment=SegmentId(index),
+                    body=BodyId(bodies[index] if bodies else 0),
+                    inputs=(BufferId(index),),
+                    takes=(False,),
+                    outputs=(BufferId(count + index),),
+                ),
+            )
+            for index in range(count)
         ),
         num_buffers=2 * count,
         num_events=0,
@@ -136,3 +154,7 @@ def time_small_kernels(gpu: TorchGpu, counts: Sequence[int]) -> dict[str, int]:
         times[f"{count} lanes"] = time_of(gpu, split_evenly(gpu, count))
         times[f"{count} streams"] = time_of(gpu.sharing(Sharing.FREE), split_evenly(gpu, count))
     return times
+
+
+if __name__ == "__main__":
+    print(json.dumps(time_small_kernels(TorchGpu(0), [int(count) for count in sys.argv[1:]])))

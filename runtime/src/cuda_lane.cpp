@@ -54,11 +54,6 @@ CudaDevice::CudaDevice(int ordinal, const std::string& library) : driver_(librar
                 "cuDeviceGetAttribute", where);
   driver_.check(driver_.cuDevicePrimaryCtxRetain(&primary_, device_), "cuDevicePrimaryCtxRetain", where);
   try {
-    {
-      const Current current(driver_, primary_, where);
-      driver_.check(driver_.cuCtxGetStreamPriorityRange(&priorities_.first, &priorities_.second),
-                    "cuCtxGetStreamPriorityRange", where);
-    }
     split(where);
   } catch (...) {
     driver_.cuDevicePrimaryCtxRelease(device_);
@@ -148,19 +143,10 @@ void CudaDevice::check_atoms(const std::vector<int>& atoms) const {
   }
 }
 
-void CudaDevice::check_priority(const std::string& what, int priority) const {
-  if (priority > priorities_.first || priority < priorities_.second) {
-    throw std::invalid_argument("cannot make " + what + " of priority " + std::to_string(priority) + ": device " +
-                                std::to_string(ordinal_) + " has priorities from " + std::to_string(priorities_.first) +
-                                ", last, to " + std::to_string(priorities_.second) + ", first");
-  }
-}
-
-const CudaLane& CudaDevice::lane(const std::vector<int>& atoms, int priority) {
+const CudaLane& CudaDevice::lane(const std::vector<int>& atoms) {
   check_atoms(atoms);
-  check_priority("a lane", priority);
   const std::lock_guard lock(mutex_);
-  std::unique_ptr<CudaLane>& lane = lanes_[{atoms, priority}];
+  std::unique_ptr<CudaLane>& lane = lanes_[atoms];
   if (lane == nullptr) {
     std::vector<cuda::DevResource> resources;
     unsigned num_sms = 0;
@@ -172,19 +158,18 @@ const CudaLane& CudaDevice::lane(const std::vector<int>& atoms, int priority) {
     }
     const std::string where = "a lane of " + std::to_string(num_sms) + " SMs (atoms " + join(atoms) + ") on device " +
                               std::to_string(ordinal_);
-    lane = std::make_unique<CudaLane>(driver_, device_, atoms, priority, resources, where);
+    lane = std::make_unique<CudaLane>(driver_, device_, resources, where);
   }
   return *lane;
 }
 
-cuda::Stream CudaDevice::stream(int number, int priority) {
-  check_priority("a stream", priority);
+cuda::Stream CudaDevice::stream(int number) {
   const std::lock_guard lock(mutex_);
-  std::unique_ptr<PlainStream>& stream = streams_[{number, priority}];
+  std::unique_ptr<PlainStream>& stream = streams_[number];
   if (stream == nullptr) {
     const std::string where = "stream " + std::to_string(number) + " on device " + std::to_string(ordinal_);
     const Current current(driver_, primary_, where);
-    stream = std::make_unique<PlainStream>(driver_, priority, where);
+    stream = std::make_unique<PlainStream>(driver_, where);
   }
   return stream->handle();
 }

@@ -29,12 +29,11 @@ void GreenContext::read_back(const std::string& where) {
   driver_.check(driver_.cuGreenCtxGetDevResource(handle_, &granted, cuda::kResourceTypeSm), "cuGreenCtxGetDevResource",
                 where);
   num_sms_ = static_cast<int>(granted.sm.sm_count);
-  driver_.check(driver_.cuCtxFromGreenCtx(&context_, handle_), "cuCtxFromGreenCtx", where);
 }
 
-GreenStream::GreenStream(const CudaDriver& driver, const GreenContext& context, int priority, const std::string& where)
+GreenStream::GreenStream(const CudaDriver& driver, const GreenContext& context, const std::string& where)
     : driver_(driver) {
-  driver.check(driver.cuGreenCtxStreamCreate(&handle_, context.handle(), cuda::kStreamNonBlocking, priority),
+  driver.check(driver.cuGreenCtxStreamCreate(&handle_, context.handle(), cuda::kStreamNonBlocking, 0),
                "cuGreenCtxStreamCreate", where);
 }
 

@@ -2,9 +2,8 @@
 
 namespace apollo {
 
-PlainStream::PlainStream(const CudaDriver& driver, int priority, const std::string& where) : driver_(driver) {
-  driver.check(driver.cuStreamCreateWithPriority(&handle_, cuda::kStreamNonBlocking, priority),
-               "cuStreamCreateWithPriority", where);
+PlainStream::PlainStream(const CudaDriver& driver, const std::string& where) : driver_(driver) {
+  driver.check(driver.cuStreamCreate(&handle_, cuda::kStreamNonBlocking), "cuStreamCreate", where);
 }
 
 PlainStream::~PlainStream() { driver_.cuStreamDestroy(handle_); }

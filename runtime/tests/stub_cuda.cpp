@@ -40,21 +40,6 @@ struct Green {
   int num_streams = 0;
 };
 
-struct Node {
-  int type = kNodeTypeKernel;
-  void* function = nullptr;
-  void* kernel = nullptr;
-  void* context = nullptr;
-  void* child = nullptr;
-  std::vector<Node*> dependencies;
-};
-
-/// A stream that is captured, and the nodes after which its next one comes.
-struct Capture {
-  void* graph = nullptr;
-  std::vector<Node*> last;
-};
-
 /// A failure that a call returns once, after a number of other calls of the same function.
 struct Failure {
   Result code = kSuccess;
@@ -79,11 +64,7 @@ struct State {
   std::map<void*, std::unique_ptr<Desc>> descs;
   std::map<void*, std::unique_ptr<Green>> greens;
   std::map<void*, Green*> streams;  // null for a stream that may use every SM
-  std::map<void*, int> priorities;  // by stream
-  std::map<void*, std::vector<std::unique_ptr<Node>>> graphs;
-  std::vector<std::unique_ptr<std::string>> names;
   std::vector<void*> current;
-  std::map<void*, Capture> captured;  // by stream
   std::uintptr_t next_handle = 0x1000;
   std::string text;
 };
@@ -234,31 +215,11 @@ Result cuCtxPopCurrent(Context* context) {
   return kSuccess;
 }
 
-Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-  ENTER(cuCtxGetStreamPriorityRange)
-  *least = 0;
-  *greatest = -5;
-  return state.current.empty() ? kInvalidContext : kSuccess;
-}
-
 Result cuMemGetInfo(std::size_t* free_bytes, std::size_t* total_bytes) {
   ENTER(cuMemGetInfo)
   *free_bytes = std::size_t{100} << 30;
   *total_bytes = std::size_t{140} << 30;
   return state.current.empty() ? kInvalidContext : kSuccess;
-}
-
-Result cuStreamGetCaptureInfo(Stream stream, int* status, std::uint64_t*, Graph* graph, const GraphNode** dependencies,
-                              const GraphEdgeData**, std::size_t* count) {
-  ENTER(cuStreamGetCaptureInfo)
-  const auto found = state.captured.find(stream);
-  *status = found == state.captured.end() ? 0 : kCaptureActive;
-  if (found != state.captured.end()) {
-    *graph = static_cast<Graph>(found->second.graph);
-    *dependencies = reinterpret_cast<const GraphNode*>(found->second.last.data());
-    *count = found->second.last.size();
-  }
-  return kSuccess;
 }
 
 Result cuDeviceGetDevResource(Device, DevResource* resource, int type) {
@@ -362,42 +323,31 @@ Result cuGreenCtxGetDevResource(GreenContextHandle context, DevResource* resourc
   return kSuccess;
 }
 
-Result cuCtxFromGreenCtx(Context* context, GreenContextHandle green) {
-  ENTER(cuCtxFromGreenCtx)
-  if (state.greens.count(green) == 0) {
-    return kInvalidContext;
-  }
-  *context = reinterpret_cast<Context>(reinterpret_cast<std::uintptr_t>(green) + 1);
-  return kSuccess;
-}
-
 Result cuGreenCtxStreamCreate(Stream* stream, GreenContextHandle context, unsigned flags, int priority) {
   ENTER(cuGreenCtxStreamCreate)
   if (state.greens.count(context) == 0) {
     return kInvalidContext;
   }
-  if (flags != kStreamNonBlocking || priority > 0 || priority < -5) {
+  if (flags != kStreamNonBlocking || priority != 0) {
     return kInvalidValue;
   }
   Green* green = state.greens[context].get();
   ++green->num_streams;
   *stream = static_cast<Stream>(new_handle());
   state.streams[*stream] = green;
-  state.priorities[*stream] = priority;
   return kSuccess;
 }
 
-Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority) {
-  ENTER(cuStreamCreateWithPriority)
+Result cuStreamCreate(Stream* stream, unsigned flags) {
+  ENTER(cuStreamCreate)
   if (state.current.empty()) {
     return kInvalidContext;
   }
-  if (flags != kStreamNonBlocking || priority > 0 || priority < -5) {
-    return kInvalidValue;  // the real one clamps a priority, and nobody would know
+  if (flags != kStreamNonBlocking) {
+    return kInvalidValue;
   }
   *stream = static_cast<Stream>(new_handle());
   state.streams[*stream] = nullptr;
-  state.priorities[*stream] = priority;
   return kSuccess;
 }
 
@@ -411,67 +361,6 @@ Result cuStreamDestroy(Stream stream) {
     --found->second->num_streams;
   }
   state.streams.erase(found);
-  return kSuccess;
-}
-
-Result cuGraphGetNodes(Graph graph, GraphNode* nodes, std::size_t* count) {
-  ENTER(cuGraphGetNodes)
-  if (state.graphs.count(graph) == 0) {
-    return kInvalidValue;
-  }
-  const auto& all = state.graphs[graph];
-  if (nodes != nullptr) {
-    for (std::size_t index = 0; index < std::min(*count, all.size()); ++index) {
-      nodes[index] = reinterpret_cast<GraphNode>(all[index].get());
-    }
-  }
-  *count = all.size();
-  return kSuccess;
-}
-
-Result cuGraphNodeGetDependencies(GraphNode node, GraphNode* dependencies, GraphEdgeData* edges, std::size_t* count) {
-  ENTER(cuGraphNodeGetDependencies)
-  const std::vector<Node*>& all = reinterpret_cast<Node*>(node)->dependencies;
-  if (dependencies == nullptr) {
-    *count = all.size();
-    return kSuccess;
-  }
-  for (std::size_t index = 0; index < all.size(); ++index) {
-    dependencies[index] = reinterpret_cast<GraphNode>(all[index]);
-  }
-  return edges == nullptr || *count != all.size() ? kInvalidValue : kSuccess;
-}
-
-Result cuGraphNodeGetType(GraphNode node, int* type) {
-  ENTER(cuGraphNodeGetType)
-  *type = reinterpret_cast<Node*>(node)->type;
-  return kSuccess;
-}
-
-Result cuGraphKernelNodeGetParams(GraphNode node, KernelNodeParams* params) {
-  ENTER(cuGraphKernelNodeGetParams)
-  const Node* kernel = reinterpret_cast<Node*>(node);
-  params->function = static_cast<Function>(kernel->function);
-  params->kernel = static_cast<Kernel>(kernel->kernel);
-  params->context = static_cast<Context>(kernel->context);
-  return kernel->type == kNodeTypeKernel ? kSuccess : kInvalidValue;
-}
-
-Result cuGraphChildGraphNodeGetGraph(GraphNode node, Graph* graph) {
-  ENTER(cuGraphChildGraphNodeGetGraph)
-  *graph = static_cast<Graph>(reinterpret_cast<Node*>(node)->child);
-  return kSuccess;
-}
-
-Result cuFuncGetName(const char** name, Function function) {
-  ENTER(cuFuncGetName)
-  *name = reinterpret_cast<std::string*>(function)->c_str();
-  return kSuccess;
-}
-
-Result cuKernelGetName(const char** name, Kernel kernel) {
-  ENTER(cuKernelGetName)
-  *name = reinterpret_cast<std::string*>(kernel)->c_str();
   return kSuccess;
 }
 
@@ -499,10 +388,8 @@ const std::map<std::string, Entry>& entries() {
       ENTRY(cuDevicePrimaryCtxRelease, 11000),
       ENTRY(cuCtxPushCurrent, 4000),
       ENTRY(cuCtxPopCurrent, 4000),
-      ENTRY(cuCtxGetStreamPriorityRange, 5050),
       ENTRY(cuMemGetInfo, 3020),
-      ENTRY(cuStreamGetCaptureInfo, 12030),
-      ENTRY(cuStreamCreateWithPriority, 5050),
+      ENTRY(cuStreamCreate, 2000),
       ENTRY(cuStreamDestroy, 4000),
       ENTRY(cuDeviceGetDevResource, 12040),
       ENTRY(cuDevSmResourceSplitByCount, 12040),
@@ -510,15 +397,7 @@ const std::map<std::string, Entry>& entries() {
       ENTRY(cuGreenCtxCreate, 12040),
       ENTRY(cuGreenCtxDestroy, 12040),
       ENTRY(cuGreenCtxGetDevResource, 12040),
-      ENTRY(cuCtxFromGreenCtx, 12040),
       ENTRY(cuGreenCtxStreamCreate, 12050),
-      ENTRY(cuGraphGetNodes, 10000),
-      ENTRY(cuGraphNodeGetDependencies, 12030),
-      ENTRY(cuGraphNodeGetType, 10000),
-      ENTRY(cuGraphKernelNodeGetParams, 12000),
-      ENTRY(cuGraphChildGraphNodeGetGraph, 10000),
-      ENTRY(cuFuncGetName, 12030),
-      ENTRY(cuKernelGetName, 12030),
       {"cuGreenCtxGetId", {reinterpret_cast<void*>(&never_called), 12090}},
       {"cuDevSmResourceSplit", {reinterpret_cast<void*>(&never_called), 13010}},
       {"cuStreamGetDevResource", {reinterpret_cast<void*>(&never_called), 13010}},
@@ -599,12 +478,6 @@ EXPORT void stub_count(int* greens, int* streams, int* retained, int* current) {
   *current = static_cast<int>(state.current.size());
 }
 
-/// Returns the priority of a stream; 1, which no stream has, for no stream.
-EXPORT int stub_priority_of_stream(void* stream) {
-  const std::lock_guard lock(mutex);
-  return state.streams.count(stream) == 0 ? 1 : state.priorities[stream];
-}
-
 /// Writes the SMs that a stream may use, ascending, and returns how many there are; -1 for no stream.
 EXPORT int stub_sms_of_stream(void* stream, int* sms) {
   const std::lock_guard lock(mutex);
@@ -618,57 +491,4 @@ EXPORT int stub_sms_of_stream(void* stream, int* sms) {
   }
   std::copy(found->second->sms.begin(), found->second->sms.end(), sms);
   return static_cast<int>(found->second->sms.size());
-}
-
-EXPORT void* stub_make_graph() {
-  const std::lock_guard lock(mutex);
-  void* graph = new_handle();
-  state.graphs[graph];
-  return graph;
-}
-
-/// Adds a kernel; `kind` 0 names it as a function, 1 as a kernel, 2 not at all, and 3 adds a node of another type.
-EXPORT void stub_add_kernel(void* graph, void* context, const char* name, int kind) {
-  const std::lock_guard lock(mutex);
-  state.names.push_back(std::make_unique<std::string>(name));
-  auto node = std::make_unique<Node>();
-  node->type = kind == 3 ? 1 : kNodeTypeKernel;
-  node->function = kind == 0 ? state.names.back().get() : nullptr;
-  node->kernel = kind == 1 ? state.names.back().get() : nullptr;
-  node->context = context;
-  state.graphs[graph].push_back(std::move(node));
-}
-
-/// Lets `stream` be captured into `graph`; null ends that.
-EXPORT void stub_capture(void* stream, void* graph) {
-  const std::lock_guard lock(mutex);
-  if (graph == nullptr) {
-    state.captured.erase(stream);
-  } else {
-    state.captured[stream] = {graph, {}};
-  }
-}
-
-/// Makes the newest node of its graph the last one of `stream`.
-EXPORT void stub_append(void* stream) {
-  const std::lock_guard lock(mutex);
-  Capture& capture = state.captured[stream];
-  Node* node = state.graphs[capture.graph].back().get();
-  node->dependencies = std::exchange(capture.last, {node});
-}
-
-/// Lets `stream` wait for what is captured on `other`.
-EXPORT void stub_wait(void* stream, void* other) {
-  const std::lock_guard lock(mutex);
-  const std::vector<Node*> last = state.captured[other].last;
-  std::vector<Node*>& own = state.captured[stream].last;
-  own.insert(own.end(), last.begin(), last.end());
-}
-
-EXPORT void stub_add_child(void* graph, void* child) {
-  const std::lock_guard lock(mutex);
-  auto node = std::make_unique<Node>();
-  node->type = kNodeTypeGraph;
-  node->child = child;
-  state.graphs[graph].push_back(std::move(node));
 }

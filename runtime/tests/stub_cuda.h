@@ -74,39 +74,6 @@ inline Alive alive() {
   return alive;
 }
 
-/// A capture of streams into one CUDA graph, which goes on for as long as this lives.
-class Capture {
- public:
-  explicit Capture(std::vector<void*> streams)
-      : graph_(function<void*()>("stub_make_graph")()), streams_(std::move(streams)) {
-    set(graph_);
-  }
-  Capture(const Capture&) = delete;
-  Capture& operator=(const Capture&) = delete;
-  ~Capture() { set(nullptr); }
-
-  /// `kind` is that of stub_add_kernel.
-  void launch(void* stream, void* context, const char* name, int kind) const {
-    function<void(void*, void*, const char*, int)>("stub_add_kernel")(graph_, context, name, kind);
-    function<void(void*)>("stub_append")(stream);
-  }
-
-  void launch_child(void* stream, void* child) const {
-    function<void(void*, void*)>("stub_add_child")(graph_, child);
-    function<void(void*)>("stub_append")(stream);
-  }
-
- private:
-  void set(void* graph) const {
-    for (void* stream : streams_) {
-      function<void(void*, void*)>("stub_capture")(stream, graph);
-    }
-  }
-
-  void* const graph_;
-  const std::vector<void*> streams_;
-};
-
 inline std::vector<int> sms_of(void* stream) {
   std::vector<int> sms(1024);
   const int count = function<int(void*, int*)>("stub_sms_of_stream")(stream, sms.data());

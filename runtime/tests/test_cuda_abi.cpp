@@ -41,12 +41,6 @@ static_assert(offsetof(ours::SmResource, min_partition_size) == offsetof(CUdevSm
 static_assert(offsetof(ours::SmResource, coscheduled_alignment) == offsetof(CUdevSmResource, smCoscheduledAlignment));
 static_assert(sizeof(ours::SmResource) <= sizeof(CUdevSmResource));
 
-static_assert(sizeof(ours::KernelNodeParams) == sizeof(CUDA_KERNEL_NODE_PARAMS_v2));
-static_assert(offsetof(ours::KernelNodeParams, function) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, func));
-static_assert(offsetof(ours::KernelNodeParams, kernel) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, kern));
-static_assert(offsetof(ours::KernelNodeParams, context) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, ctx));
-
-static_assert(sizeof(ours::GraphEdgeData) == sizeof(CUgraphEdgeData));
 static_assert(sizeof(ours::Device) == sizeof(CUdevice));
 static_assert(ours::kSuccess == CUDA_SUCCESS);
 static_assert(ours::kInvalidValue == CUDA_ERROR_INVALID_VALUE);
@@ -69,9 +63,6 @@ static_assert(ours::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(ours::kSplitIgnoreCoscheduling == CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING);
 static_assert(ours::kAttributeComputeMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 static_assert(ours::kAttributeComputeMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-static_assert(ours::kNodeTypeKernel == CU_GRAPH_NODE_TYPE_KERNEL);
-static_assert(ours::kNodeTypeGraph == CU_GRAPH_NODE_TYPE_GRAPH);
-static_assert(ours::kCaptureActive == CU_STREAM_CAPTURE_STATUS_ACTIVE);
 
 }  // namespace
 

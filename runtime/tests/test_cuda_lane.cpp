@@ -4,7 +4,6 @@
 #include <memory>
 #include <thread>
 
-#include "apollo/capture_walk.h"
 #include "apollo/cuda_lane.h"
 #include "stub_cuda.h"
 
@@ -45,17 +44,9 @@ std::vector<std::string> required_functions() {
 /// Uses every driver function that lanes use, once, and releases everything.
 void use_everything() {
   auto device = make_device();
-  const apollo::CudaLane& lane = device.lane({0});
+  static_cast<void>(device.lane({0}));
   static_cast<void>(device.memory());
   static_cast<void>(device.stream(1));
-  {
-    const stub::Capture capture({lane.stream()});
-    void* child = stub::function<void*()>("stub_make_graph")();
-    stub::function<void(void*, void*, const char*, int)>("stub_add_kernel")(child, lane.context(), "inner", 1);
-    capture.launch(lane.stream(), lane.context(), "outer", 0);
-    capture.launch_child(lane.stream(), child);
-    CHECK(apollo::CaptureWalk(device).new_kernels(lane.stream()).size() == 2);
-  }
 }
 
 /// As many atoms, all of one size but the last.
@@ -79,7 +70,6 @@ TEST(a_device_of_132_sms_has_16_atoms_the_last_with_those_that_fill_none) {
   CHECK(device.atom_sizes() == sizes(16, 8, 12));
   CHECK(device.name() == "Stub GPU");
   CHECK(device.compute_capability() == std::make_pair(9, 0));
-  CHECK(device.priorities() == std::make_pair(0, -5));
   CHECK(device.memory().first < device.memory().second);
 }
 
@@ -157,13 +147,12 @@ TEST(the_device_is_split_once_whatever_lanes_it_has) {
   CHECK(stub::num_calls("cuDevSmResourceSplitByCount") == 1);
 }
 
-TEST(the_same_atoms_and_priority_are_the_same_lane) {
+TEST(the_same_atoms_are_the_same_lane) {
   stub::reset();
   auto device = make_device();
   const apollo::CudaLane& lane = device.lane(range(0, 4));
   CHECK(&device.lane(range(0, 4)) == &lane);
-  CHECK(&device.lane(range(0, 4), -1) != &lane);
-  CHECK(device.lane(range(0, 4), -1).priority() == -1);
+  CHECK(&device.lane(range(0, 5)) != &lane);
   CHECK(stub::alive() == (stub::Alive{.greens = 2, .streams = 2, .retained = 1}));
 }
 
@@ -190,8 +179,8 @@ TEST(streams_go_before_their_contexts_and_the_primary_context_last) {
 }
 
 TEST(a_lane_that_fails_halfway_leaves_nothing_and_can_be_asked_for_again) {
-  for (const char* function : {"cuDevResourceGenerateDesc", "cuGreenCtxCreate", "cuGreenCtxGetDevResource",
-                               "cuCtxFromGreenCtx", "cuGreenCtxStreamCreate"}) {
+  for (const char* function :
+       {"cuDevResourceGenerateDesc", "cuGreenCtxCreate", "cuGreenCtxGetDevResource", "cuGreenCtxStreamCreate"}) {
     stub::reset();
     auto device = make_device();
     stub::fail(function, apollo::cuda::kOutOfMemory);
@@ -208,17 +197,12 @@ TEST(a_plain_stream_may_use_every_sm_and_is_nobody_elses) {
   stub::reset();
   {
     auto device = make_device();
-    apollo::cuda::Stream stream = device.stream(1, -2);
+    apollo::cuda::Stream stream = device.stream(1);
     CHECK(stub::sms_of(stream) == range(0, 132));
-    CHECK(stub::function<int(void*)>("stub_priority_of_stream")(stream) == -2);
-    CHECK(device.stream(1, -2) == stream);
-    CHECK(device.stream(1) != stream && device.stream(2, -2) != stream);
+    CHECK(device.stream(1) == stream && device.stream(2) != stream);
     CHECK(device.lane({0}).stream() != stream);
-    CHECK(stub::num_calls("cuStreamCreateWithPriority") == 3);
-    CHECK(stub::alive() == (stub::Alive{.greens = 1, .streams = 4, .retained = 1}));
-    CHECK(has(text_of([&] { device.stream(1, 1); }),
-              "cannot make a stream of priority 1: device 0 has priorities from 0, last, to -5, first"));
-    CHECK_THROWS(std::invalid_argument, device.stream(1, -6));
+    CHECK(stub::num_calls("cuStreamCreate") == 2);
+    CHECK(stub::alive() == (stub::Alive{.greens = 1, .streams = 3, .retained = 1}));
   }
   CHECK(stub::alive() == stub::Alive{});
 }
@@ -226,9 +210,9 @@ TEST(a_plain_stream_may_use_every_sm_and_is_nobody_elses) {
 TEST(a_plain_stream_that_fails_leaves_nothing_and_can_be_asked_for_again) {
   stub::reset();
   auto device = make_device();
-  stub::fail("cuStreamCreateWithPriority", apollo::cuda::kOutOfMemory);
+  stub::fail("cuStreamCreate", apollo::cuda::kOutOfMemory);
   CHECK(has(text_of([&] { device.stream(3); }),
-            "cuStreamCreateWithPriority failed for stream 3 on device 0: CUDA_ERROR_OUT_OF_MEMORY"));
+            "cuStreamCreate failed for stream 3 on device 0: CUDA_ERROR_OUT_OF_MEMORY"));
   CHECK(stub::alive() == (stub::Alive{.retained = 1}));
   CHECK(stub::sms_of(device.stream(3)).size() == 132);
 }
@@ -299,8 +283,6 @@ TEST(lanes_that_the_device_cannot_have_are_refused) {
   CHECK(has(
       text_of([&] { device.lane({16}); }),
       "cannot make a lane of atoms [16]: expected some of 0 to 15, ascending, on device 0 (Stub GPU, atoms of 8, 8, "));
-  CHECK(has(text_of([&] { device.lane({0}, 1); }), "has priorities from 0, last, to -5, first"));
-  CHECK_THROWS(std::invalid_argument, device.lane({0}, -6));
 }
 
 TEST(a_split_into_unequal_or_no_groups_is_refused) {
@@ -313,50 +295,6 @@ TEST(a_split_into_unequal_or_no_groups_is_refused) {
   CHECK(stub::alive() == stub::Alive{});
 }
 
-TEST(kernels_of_a_capture_are_told_as_they_come) {
-  stub::reset();
-  auto device = make_device();
-  const apollo::CudaLane& left = device.lane({0});
-  const apollo::CudaLane& right = device.lane({1});
-  const stub::Capture capture({left.stream(), right.stream()});
-  void* child = stub::function<void*()>("stub_make_graph")();
-  stub::function<void(void*, void*, const char*, int)>("stub_add_kernel")(child, device.primary_context(), "inner", 1);
-  apollo::CaptureWalk walk(device);
-  CHECK(walk.new_kernels(left.stream()).empty());
-  capture.launch(left.stream(), left.context(), "first", 0);
-  capture.launch(left.stream(), nullptr, "a copy", 3);
-  capture.launch(left.stream(), left.context(), "second", 1);
-  capture.launch_child(left.stream(), child);
-  capture.launch(right.stream(), right.context(), "other", 0);
-  auto kernels = walk.new_kernels(left.stream());
-  CHECK(kernels.size() == 3);
-  CHECK(kernels[0].name == "first" && kernels[1].name == "second" && kernels[2].name == "inner");
-  CHECK(kernels[0].context == reinterpret_cast<std::uintptr_t>(left.context()));
-  CHECK(kernels[2].context == reinterpret_cast<std::uintptr_t>(device.primary_context()));
-  CHECK(walk.new_kernels(left.stream()).empty());
-  stub::function<void(void*, void*)>("stub_wait")(left.stream(), right.stream());
-  capture.launch(left.stream(), nullptr, "nameless", 2);
-  kernels = walk.new_kernels(left.stream());
-  CHECK(kernels.size() == 2);
-  CHECK(kernels[0].name == "other" && kernels[1].name.empty() && kernels[1].context == 0);
-  CHECK(walk.new_kernels(right.stream()).empty());
-  CHECK(walk.new_kernels(device.lane({2}).stream()).empty());  // which is not captured
-}
-
-TEST(a_walk_asks_about_every_node_once) {
-  stub::reset();
-  auto device = make_device();
-  const apollo::CudaLane& lane = device.lane({0});
-  const stub::Capture capture({lane.stream()});
-  apollo::CaptureWalk walk(device);
-  for (int launch = 0; launch < 100; ++launch) {
-    capture.launch(lane.stream(), lane.context(), "kernel", 0);
-    CHECK(walk.new_kernels(lane.stream()).size() == 1);
-  }
-  CHECK(stub::num_calls("cuGraphNodeGetType") == 100 && stub::num_calls("cuGraphKernelNodeGetParams") == 100);
-  CHECK(stub::num_calls("cuGraphNodeGetDependencies") == 2 * 100 - 1);
-}
-
 TEST(every_call_of_the_driver_that_fails_is_told_or_made_good) {
   // A function is of one of two kinds. A failure of what undoes something is no exception; here is what is left behind
   // then, by call: a lane goes before a plain stream. Any other failure is a CudaError, and leaves nothing.
@@ -364,7 +302,7 @@ TEST(every_call_of_the_driver_that_fails_is_told_or_made_good) {
       {"cuStreamDestroy", {{.greens = 1, .streams = 1}, {.streams = 1}}},
       {"cuGreenCtxDestroy", {{.greens = 1}}},
       {"cuDevicePrimaryCtxRelease", {{.retained = 1}}},
-      {"cuCtxPopCurrent", {{.current = 1}, {.current = 1}, {.current = 1}}},
+      {"cuCtxPopCurrent", {{.current = 1}, {.current = 1}}},
   };
   stub::reset();
   use_everything();

@@ -13,9 +13,6 @@ import torch
 
 from apollo_compile.device.gpu.run.gpu import Sharing
 from benchmarks import gpu_checks
-from benchmarks.harness.outcome import Check
-from benchmarks.workloads import gpu as gpu_workloads
-from benchmarks.workloads.gpu import SHAPES
 from tests.device.gpu.fake_gpu import FakeGpu
 
 
@@ -34,17 +31,12 @@ class CheckedGpu(FakeGpu):
         return self.others.setdefault(sharing, CheckedGpu())  # type: ignore[return-value, arg-type]
 
 
-@pytest.mark.parametrize("check", (gpu_checks.splits_against_streams, gpu_checks.many_small_kernels_keep_their_pace))
-def test_checks_that_only_launch_can_do_so(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_only_launches_can_do_so() -> None:
     """On the stand-in, whose times mean nothing, but which refuses what a GPU would."""
-    tiny = gpu_workloads._tiny(SHAPES["clip_b32"], 2)
-    monkeypatch.setattr(gpu_checks, "SHAPES", {**SHAPES, "clip_b32": tiny})
     gpu = CheckedGpu()
-    outcome = check(gpu)  # type: ignore[arg-type]
+    outcome = gpu_checks.many_small_kernels_keep_their_pace(gpu)  # type: ignore[arg-type]
     assert outcome.text and all(ns > 0 for ns in outcome.numbers.values())
     assert not gpu.races and not any(other.races for other in gpu.others.values())
-    if check is gpu_checks.splits_against_streams:
-        assert len(outcome.numbers) == 3 + 15 and {"8 + 124", "64 + 68", "120 + 12"} <= set(outcome.numbers)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +62,7 @@ def test_queues_are_tried_in_processes_of_their_own(
 
     monkeypatch.setattr(subprocess, "run", run)
     outcome = gpu_checks.queues_of_the_device_are_enough(CheckedGpu())  # type: ignore[arg-type]
-    assert seen == [(each, ["-m", "benchmarks.harness.gpu_pace", "2", "4", "8"]) for each in ("1", None, "32")]
+    assert seen == [(each, ["-m", "benchmarks.harness.gpu_lanes", "2", "4", "8"]) for each in ("1", None, "32")]
     assert outcome.is_met is is_met and text in outcome.text
 
 
@@ -138,9 +130,3 @@ def test_clocks_have_to_agree(profiled_ns: int, is_met: bool, monkeypatch: pytes
     outcome = gpu_checks.markers_agree(gpu)  # type: ignore[arg-type]
     assert outcome.is_met is is_met
     assert outcome.text.endswith("the profiler tells lanes apart by context") and not gpu.races
-
-
-def test_code_for_processes_of_their_own_compiles() -> None:
-    """Where no GPU runs it."""
-    for code in (gpu_checks._ENDS_WITH_LANES, gpu_checks._HAS_A_REFUSED_CAPTURE):
-        compile(code, "process", "exec")

@@ -140,14 +140,6 @@ def test_round_robin_deals_side_tasks_out_over_all_side_streams() -> None:
     assert lanes_of(problem, BASELINES["critical path + round-robin"](problem)) == [1, 1, 2, 3, 2, 3]
 
 
-def test_heft_fills_a_gap_before_a_task_of_higher_rank() -> None:
-    """The last task by rank starts at once on the lane where another one already waits for its input."""
-    rows = [({0: 1000, 1: 10}, ()), ({0: 1000, 2: 10}, (0,)), ({0: 1000, 2: 8}, ()), ({0: 1000, 2: 3}, ())]
-    problem = device(*rows)
-    schedule = BASELINES["HEFT"](problem)
-    assert schedule.starts == (0, 10, 0, 20)  # 8 fits before 10, and 3 behind it does not
-
-
 @pytest.mark.parametrize(("handover", "start"), [(0, 4), (3, 7), (4, 22)])
 def test_heft_leaves_room_for_hand_overs_around_a_gap(handover: int, start: int) -> None:
     """The device is taken until 4 and from 14 to 18; a task of 4 on a half of it goes between if there is room."""

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from apollo_compile.distributed.fill_bubbles import BubbleEncoder, FilledPipeline, fill_bubbles
 from apollo_compile.distributed.measured_plan import MeasuredPlan
-from apollo_compile.distributed.pipeline.values import Kind, Op, StageTimes
+from apollo_compile.distributed.pipeline.values import StageTimes
 from apollo_compile.errors import PipelinePlanError
 from apollo_compile.units import NS_PER_MS, NS_PER_S
 
@@ -366,20 +366,12 @@ def refusals(rank: int) -> Result:
         return make_schedule("1f1b", make_stages(SIZE), rank)[0]
 
     filled = fill_bubbles(schedule(), bubble_encoder(vit), times=times)
-    wrong = [list(row) for row in filled.orders]
-    late = Op(Kind.ENCODER_FORWARD, 2, segment=2)
-    device = filled.replica_of[0][2]
-    wrong[device].remove(late)
-    wrong[device].append(late)
-    orders = tuple(map(tuple, wrong))
-    plan = {"orders": orders, "replica_of": filled.replica_of}
     stages = make_stages(SIZE)
     fully_shard(stages[rank])
     sharded = make_vit(1)
     fully_shard(sharded)
     encoder = bubble_encoder(vit)
     return {
-        "order": attempt(lambda: fill_bubbles(schedule(), encoder, times=times, **plan)),
         "stage under FSDP2": attempt(
             lambda: fill_bubbles(make_schedule("1f1b", stages, rank)[0], encoder, times=times)
         ),

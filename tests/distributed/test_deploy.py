@@ -17,6 +17,8 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile.cost_model.collectives import Link
+from apollo_compile.distributed.deploy.build import pieces_of, trace_step, work_of
+from apollo_compile.passes.deploy import REST, Cluster
 from tests.distributed import deploy_work as work
 
 pytestmark = pytest.mark.skipif(
@@ -71,16 +73,17 @@ def test_modules_of_other_devices_take_no_memory(ranks: list[dict[str, Any]], ki
 
 
 def test_both_ranks_have_one_plan_with_the_graph_of_the_model(ranks: list[dict[str, Any]]) -> None:
-    """Readers are found through the code between modules, and so are outputs that nobody uses."""
+    """Readers are found through the code between modules."""
     for kind in work.KINDS:
         assert ranks[0][kind]["plan"] == ranks[1][kind]["plan"]
     calls = {call.name: call for call in ranks[0]["chain"]["plan"].deployment.work.calls}
     assert calls["reader"].inputs == ("encoder",) and calls["reader#1"].inputs == ()
     assert set(calls) == {"encoder", "reader", "reader#1", "code between the modules"}
-    outputs = {call.name: call.outputs for call in ranks[0]["mixed"]["plan"].deployment.work.calls}
-    assert outputs["pair"] == (1, 2) and outputs["frozen"] == (0,)
-    clip = {call.name: call.outputs for call in ranks[0]["clip"]["plan"].deployment.work.calls}
-    assert len(clip["vision_model"]) == len(clip["text_model"]) == 1  # the pooled output alone
+
+
+def test_outputs_that_no_code_read_are_there_too(ranks: list[dict[str, Any]]) -> None:
+    """On both ranks, with the numbers of one process."""
+    assert [rank["errors"]["unused"] for rank in ranks] == ["True", "True"]
 
 
 def test_the_link_is_measured_unless_it_is_given(ranks: list[dict[str, Any]]) -> None:
@@ -108,7 +111,6 @@ def test_gradients_accumulate(ranks: list[dict[str, Any]]) -> None:
         ("twice", "DeploymentError: a plan has been applied to this model"),
         ("other model", "DeploymentError: the plan is for another model: there is no module 'pair'"),
         ("small batch", "DeploymentError: module 'pair' got 1 samples for 2 devices"),
-        ("unused", "DeploymentError: output 0 of module 'pair' was not used when the plan was made"),
         ("tied", "DeploymentError: 'text' and 'image' share a parameter"),
         ("batch norm", "ConfigError: module 'image' cannot have 2 devices with 1 units"),
     ],
@@ -132,8 +134,8 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
         towers, batch, mesh=4, loss_fn=work.diagonal_loss, link=Link(1e-5, 1e10), modules=["image", "text"], seconds=1
     )
     assert str(plan).startswith("deployment on 4 devices of ") and " simulated: " in str(plan)
-    calls = {call.name: [time.devices for time in call.times] for call in plan.deployment.work.calls}
-    assert calls == {"image": [1, 2, 4], "text": [1], "code between the modules": [4]}
+    sizes = {module.name: [size for size, _ in module.groups] for module in plan.deployment.work.modules}
+    assert sizes == {"image": [1, 2, 4], "text": [1], "code between the modules": [4]}
     torch.testing.assert_close(towers.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
     assert towers.scale.grad == 3 and towers.image[0][0].weight.grad is None  # type: ignore[index]
@@ -141,18 +143,20 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
 
 
 def test_what_a_small_module_passes_on_is_read_too() -> None:
-    """It stays with the code between the others."""
-    torch.manual_seed(0)
+    """It stays with the code between the others, unless it is named; times are given."""
     chain = work.Chain()
-    chain.encoder = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 32)
-    chain.reader = nn.Sequential(*(nn.Linear(work.WIDTH, 2048), nn.Linear(2048, work.WIDTH)) * 32)
     chain.small = nn.Identity()
     chain.forward = lambda image, text: chain.reader(chain.small(chain.encoder(image))) @ text.T  # type: ignore[method-assign]
     batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
-    plan = apollo_compile.deploy(chain, batch, mesh=2, loss_fn=work.diagonal_loss, link=Link(1e-5, 1e10), seconds=1)
-    inputs = {call.name: call.inputs for call in plan.deployment.work.calls}
-    assert inputs == {
-        "encoder": (),
-        "reader": ("encoder",),
-        "code between the modules": ("encoder", "reader"),
+    trace = trace_step(chain, batch, work.diagonal_loss, ["encoder", "reader", "small"])
+    pieces = pieces_of(chain, batch, work.diagonal_loss, trace, 2, 2)
+    times = {key: (10, 20) if key in (("small", 1), ("small", 2)) else (1000, 2000) for key in pieces}
+    cluster = Cluster(devices=2, units=1, memory_bytes=None, link=Link(1e-5, 1e10))
+    shares = {
+        share: {call.name: call.inputs for call in work_of(chain, trace, times, cluster, 2, least_share=share).calls}
+        for share in (0.02, 0.0)
+    }
+    assert shares == {
+        0.02: {"encoder": (), "reader": ("encoder",), REST: ("encoder", "reader")},
+        0.0: {"encoder": (), "small": ("encoder",), "reader": ("small",), REST: ("encoder", "small", "reader")},
     }

@@ -207,7 +207,6 @@ def test_a_step_that_fails_on_one_rank_changes_no_plan(seen: Seen, step: int) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("order", "micro-batch 2 stops at 0F2, which needs EF2 of encoder 0, stage 0, segment 2"),
         ("stage under FSDP2", "is sharded by FSDP2, whose unsharding would not wait for encoders; shard the optimizer"),
         ("encoder under FSDP2", "encoder of images is sharded by FSDP2"),
         ("durations", "has 3 segments and 1 durations in forward_ns; give one per segment, or none to measure them"),

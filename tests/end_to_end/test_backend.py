@@ -323,13 +323,12 @@ def test_the_report_names_segments_lanes_and_times() -> None:
     assert re.match(r"measuring, about \d+ steps left\n", str(first))
     assert all(graph.measured is None and graph.is_cold for graph in first.graphs)
     run(*two_tower_inputs()).square().mean().backward()
-    for found in (apollo_compile.report(model, profiles=("h200",)), apollo_compile.report(run, profiles=("h200",))):
+    for found in (apollo_compile.report(model), apollo_compile.report(run)):
         assert [graph.role for graph in found.graphs] == ["forward", "backward"]
         assert all(segment.measured_ns for graph in found.graphs for segment in graph.segments)
         names = {segment.module for graph in found.graphs for segment in graph.segments}
         assert {"image.layers.0", "text.layers.0"} <= names
         assert "image.layers.0" in str(found)
-        assert all("device profile h200" in {row.change for row in graph.what_if} for graph in found.graphs)
         assert re.match(r"measuring, about \d+ steps left\n", str(found))
     for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
         run(*two_tower_inputs()).square().mean().backward()

@@ -177,7 +177,8 @@ def test_the_code_of_the_readme_runs(layers: int, folder: Path, capsys: pytest.C
 
 def test_tables_and_the_plot_are_those_of_the_results() -> None:
     """As `python docs/figures.py` makes them."""
-    for page, table in ((README, figures.table()), (figures.BENCHMARKS, figures.predictions())):
+    made = ((README, figures.table()), (README, figures.table_of_steps()), (figures.BENCHMARKS, figures.predictions()))
+    for page, table in made:
         text = page.read_text()
         assert figures.with_table(text, table) == text and table in text
     assert figures.PLOT.read_text() == figures.plot()
@@ -187,7 +188,7 @@ def test_figures_of_the_readme_are_in_the_results() -> None:
     """Times and speed-ups; what stands in code is an example."""
     text = re.sub(r"^```.*?^```$|`[^`]*`", "", README.read_text(), flags=re.DOTALL | re.MULTILINE)
     found = set(re.findall(r"\b\d+\.\d+ ms|\b\d\.\d+(?=x)", text))
-    assert len(found) > 14
+    assert len(found) > 40
     assert found <= figures.known_numbers(), found - figures.known_numbers()
 
 
@@ -224,13 +225,12 @@ def test_a_name_that_does_not_exist_is_found() -> None:
 
 def test_the_landing_page_fits_on_few_screens() -> None:
     """Tables and stories are on pages of their own."""
-    assert len(README.read_text().splitlines()) <= 130
+    assert len(README.read_text().splitlines()) <= 148
 
 
 NEVER_WHOLE = {
     "benchmarks.arena": "needs an artifact of others; tests/benchmarks/test_arena.py",
     "benchmarks.gpu_suite": "needs a GPU; tests/benchmarks/gpu_suite/test_main.py",
-    "benchmarks.optimus": "takes a minute; tests/benchmarks/test_optimus.py",
     "benchmarks.sweep": "takes an hour; tests/benchmarks/test_sweep.py",
     "benchmarks.robustness": "reads what the sweep wrote; tests/benchmarks/test_sweep.py",
 }

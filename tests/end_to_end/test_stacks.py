@@ -149,9 +149,16 @@ def test_the_trainer_compiles_by_the_name_of_the_backend_once_it_is_registered(
 
 
 @pytest.mark.slow
-def test_lightning_logs_metrics_and_saves_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To every logger, every so many steps."""
+@pytest.mark.parametrize(("verdict", "steps"), [("measuring", [4]), ("settled: plan on 2 lanes", [2])])
+def test_lightning_logs_the_verdict_once_and_saves_the_page(
+    verdict: str, steps: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is reached, else at the end; the metrics go to every logger."""
     lightning = pytest.importorskip("pytorch_lightning")
+    integration = pytest.importorskip("apollo_compile.integrations.lightning")
+    told: list[str] = []
+    monkeypatch.setattr(integration, "rank_zero_info", told.append)
+    monkeypatch.setattr(integration, "status", lambda model: verdict)
 
     class Logger(lightning.loggers.logger.DummyLogger):  # type: ignore[misc, name-defined]
         rows: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012
@@ -169,6 +176,6 @@ def test_lightning_logs_metrics_and_saves_the_page(folder: Path, monkeypatch: py
     monkeypatch.setattr(sys.modules[__name__], "LOGGER", Logger(), raising=False)
     run("lightning", 'backend="apollo", options={"runtime.bodies": "eager"}', folder / "lightning", monkeypatch)
     own = [(step, metrics) for step, metrics in Logger.rows if "apollo/settled" in metrics]
-    assert [step for step, _ in own] == [2, 4]
+    assert [step for step, _ in own] == steps and told == [verdict]
     assert json.dumps(own)
     assert list(folder.rglob("apollo.html"))

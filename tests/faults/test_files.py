@@ -127,7 +127,6 @@ def use_report(path: Path) -> None:
     str(report)
     report.to_html().encode()
     report.to_trace().encode()
-    report.to_dot().encode()
     str(report.diff(_report()))
     for graph in report.graphs:
         for segment in graph.segments:

@@ -6,7 +6,7 @@ import pytest
 
 from apollo_compile.device.gpu.run.gpu import TorchGpu
 from benchmarks.gpu_checks import CHECKS
-from benchmarks.harness.outcome import Check
+from benchmarks.harness.gpu_lanes import Check
 
 
 @pytest.mark.parametrize(("name", "check"), CHECKS.items(), ids=CHECKS)

@@ -13,13 +13,13 @@ from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.passes.deploy import (
     Call,
-    CallTime,
     Cluster,
     Deployment,
     Group,
     ModuleState,
     StepWork,
     deploy_on,
+    group_sizes,
     plan_deployment,
 )
 
@@ -32,29 +32,31 @@ def cluster(devices: int, memory: int | None = None) -> Cluster:
     return Cluster(devices=devices, units=1, memory_bytes=memory, link=LINK)
 
 
-def times(work: int, *sizes: int, fixed: int = 0) -> tuple[CallTime, ...]:
-    """Return times of a call that divides its work, apart from a part; the backward takes twice as long."""
-    return tuple(
-        CallTime(devices=size, units=1, forward_ns=work // size + fixed, backward_ns=2 * (work // size + fixed))
-        for size in sizes
-    )
-
-
-def call(name: str, work: int, *sizes: int, inputs: tuple[str, ...] = (), sent: int = 0, fixed: int = 0) -> Call:
-    """Return a call of a module of the same name, whose activations take 100 bytes."""
+def call(
+    name: str, *forward_ns: int, inputs: tuple[str, ...] = (), sent: int = 0, returned: int = 0, module: str = ""
+) -> Call:
+    """Return a call with its times by group of devices, the backward twice as long; its activations take 100 bytes."""
     return Call(
         name=name,
-        module=name,
+        module=module or name,
         inputs=inputs,
-        output_bytes=sent,
+        sent_bytes=sent,
+        returned_bytes=returned,
         activation_bytes=100,
-        times=times(work, *sizes, fixed=fixed),
+        forward_ns=forward_ns,
+        backward_ns=tuple(2 * ns for ns in forward_ns),
     )
 
 
-def state(name: str, num_bytes: int = 1000, update_ns: int = 0) -> ModuleState:
-    """Return a module with four tensors per parameter."""
-    return ModuleState(name=name, state_bytes=4 * num_bytes, gradient_bytes=num_bytes, update_ns=update_ns)
+def divided(name: str, work: int, devices: int = 2, inputs: tuple[str, ...] = ()) -> Call:
+    """Return a call that divides its work over 1, 2, 4, ... devices."""
+    return call(name, *(work // size for size in group_sizes(devices)), inputs=inputs)
+
+
+def state(name: str, num_bytes: int = 1000, *, devices: int = 2) -> ModuleState:
+    """Return a module on 1, 2, 4, ... devices with four tensors per parameter."""
+    groups = tuple((size, 1) for size in group_sizes(devices))
+    return ModuleState(name=name, groups=groups, state_bytes=4 * num_bytes, gradient_bytes=num_bytes)
 
 
 def towers(image: int, text: int, num_bytes: int = 1000) -> StepWork:
@@ -63,12 +65,12 @@ def towers(image: int, text: int, num_bytes: int = 1000) -> StepWork:
         modules=(
             state("image", num_bytes),
             state("text", num_bytes),
-            ModuleState(name="loss", state_bytes=0, gradient_bytes=0),
+            ModuleState(name="loss", groups=((2, 1),), state_bytes=0, gradient_bytes=0),
         ),
         calls=(
-            call("image", image, 1, 2, sent=500),
-            call("text", text, 1, 2, sent=500),
-            call("loss", 0, 2, inputs=("image", "text"), fixed=10),
+            call("image", image, image // 2, sent=500),
+            call("text", text, text // 2, sent=500),
+            call("loss", 10, inputs=("image", "text"), returned=500),
         ),
     )
 
@@ -83,8 +85,8 @@ def test_equal_towers_of_large_parameters_get_a_device_each() -> None:
     plan = plan_deployment(towers(100_000, 100_000, 100_000), cluster(2), seconds=3)
     found = groups_of(plan)
     assert {found["image"], found["text"]} == {(0, 1), (1, 1)}
-    transfer = 1_000 + 500
-    assert plan.step_ns == 100_000 + transfer + 10 + 20 + transfer + 200_000
+    sent, returned = 1_000 + 500, 2 * (1_000 + 250)  # by one device, and by two, each a half
+    assert plan.step_ns == 100_000 + sent + 10 + 20 + returned + 200_000
     assert plan.bound_ns >= plan.step_ns * 0.998
     assert plan.memory_bytes == (400_100 + 50, 400_100 + 50)
 
@@ -94,7 +96,8 @@ def test_unequal_towers_of_small_parameters_are_data_parallel() -> None:
     plan = plan_deployment(towers(100_000, 10_000), cluster(2), seconds=3)
     assert groups_of(plan) == {"image": (0, 2), "text": (0, 2), "loss": (0, 2)}
     one_sum = 2 * (1_000 + 500)  # two rounds of half of the bytes
-    assert plan.step_ns == plan.baselines[0].step_ns == 3 * (50_000 + 5_000 + 10) + 2 * one_sum
+    transfers = 3 * 2 * (1_000 + 250)  # two outputs and the gradients of the loss's inputs, each by two devices
+    assert plan.step_ns == plan.baselines[0].step_ns == 3 * (50_000 + 5_000 + 10) + transfers + 2 * one_sum
 
 
 def test_updates_of_the_optimizer_take_time_on_every_device_of_a_group() -> None:
@@ -118,12 +121,12 @@ def test_a_frozen_module_sums_nothing() -> None:
 def test_waves_give_the_modules_of_a_level_disjoint_groups_as_large_as_their_work() -> None:
     """And a later level has all devices again."""
     work = StepWork(
-        modules=tuple(map(state, ("a", "b", "c", "d"))),
+        modules=tuple(state(name, devices=8) for name in ("a", "b", "c", "d")),
         calls=(
-            call("a", 80_000, 1, 2, 4, 8),
-            call("b", 20_000, 1, 2, 4, 8),
-            call("c", 20_000, 1, 2, 4, 8),
-            call("d", 50_000, 1, 2, 4, 8, inputs=("a", "b")),
+            divided("a", 80_000, 8),
+            divided("b", 20_000, 8),
+            divided("c", 20_000, 8),
+            divided("d", 50_000, 8, inputs=("a", "b")),
         ),
     )
     plan = plan_deployment(work, cluster(8), seconds=3)
@@ -135,7 +138,7 @@ def test_waves_give_the_modules_of_a_level_disjoint_groups_as_large_as_their_wor
 def test_more_modules_than_devices_take_several_waves() -> None:
     """Each with a device of its own in its wave."""
     names = [f"m{index}" for index in range(5)]
-    work = StepWork(modules=tuple(map(state, names)), calls=tuple(call(name, 9_000, 1, 2) for name in names))
+    work = StepWork(modules=tuple(map(state, names)), calls=tuple(divided(name, 9_000) for name in names))
     plan = plan_deployment(work, cluster(2), seconds=2)
     waves = [(group.first, group.devices) for group in plan.baselines[1].groups]
     assert waves == [(0, 1), (1, 1), (0, 1), (1, 1), (0, 2)]
@@ -207,17 +210,20 @@ def test_given_groups_keep_the_memory_too() -> None:
         ({"inputs": ("audio",)}, "call 'text' reads 'audio', which is no call before it"),
         ({"module": "audio"}, "call 'text' of module 'audio': expected a known module"),
         ({"name": "image"}, "call 'image' of module 'text': expected a known module, and a new name"),
-        ({"times": times(10, 4)}, "call 'text' has times for groups \\[\\]: expected some with at most 2"),
-        ({"module": "image", "times": times(10, 1)}, "the same for all calls of 'image'"),
-        ({"module": "image"}, "module 'text' is not called"),
+        ({"forward_ns": (10,)}, "call 'text' has 1 times of forward and 2 of backward: expected one for each of 2"),
+        ({"module": "image"}, "module 'text' may have .* up to 2, and a call of it"),
+        ({}, "module 'image' may have \\[1, 2, 4\\] devices: expected some numbers up to 2"),
     ],
 )
 def test_nonsense_in_the_work_is_an_error(change: dict[str, object], text: str) -> None:
     """That names the call."""
     work = towers(100_000, 60_000)
     calls = (work.calls[0], replace(work.calls[1], **change))  # type: ignore[arg-type]
+    modules = work.modules[:2]
+    if not change:
+        modules, calls = (state("image", devices=4), modules[1]), (divided("image", 10, 4), calls[1])
     with pytest.raises(ConfigError, match=text):
-        plan_deployment(replace(work, calls=calls, modules=work.modules[:2]), cluster(2), seconds=1)
+        plan_deployment(replace(work, calls=calls, modules=modules), cluster(2), seconds=1)
 
 
 def published() -> ModuleType:

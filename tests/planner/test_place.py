@@ -11,7 +11,6 @@ import pytest
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import placement_model
 from apollo_compile.planner.apart import place_apart
-from apollo_compile.planner.place import place
 from apollo_compile.planner.placement import (
     Arc,
     Choice,
@@ -23,6 +22,7 @@ from apollo_compile.planner.placement import (
     fits,
     groups_of,
     memory_of,
+    place,
     violations,
 )
 
@@ -52,10 +52,9 @@ def random_fleet(seed: int, *, memory: bool = False) -> Fleet:
     arcs = []
     for before, after in itertools.combinations(range(count), 2):
         if rng.random() < 0.5:
-            delays = {(one, other): rng.randint(0, 6) for one in sizes for other in sizes}
-            arcs.append(Arc(before, after, delays))
-            arcs.append(Arc(2 * count - 1 - after, 2 * count - 1 - before, delays))
-    arcs += [Arc(module, 2 * count - 1 - module, {}) for module in range(count)]
+            arcs.append(Arc(before, after))
+            arcs.append(Arc(2 * count - 1 - after, 2 * count - 1 - before))
+    arcs += [Arc(module, 2 * count - 1 - module) for module in range(count)]
     return Fleet(
         devices=devices,
         units=2,
@@ -187,18 +186,18 @@ def test_every_kind_of_broken_rule_is_found() -> None:
         memory=3,
         modules=(one_module(1), (Mode(devices=2, units=1, memory=1),)),
         tasks=(Task(module=0, durations=(5,)), Task(module=1, durations=(4,))),
-        arcs=(Arc(0, 1, {(1, 2): 2}),),
+        arcs=(Arc(0, 1),),
     )
 
     def found(choices: tuple[Choice, ...], starts: tuple[int, ...], makespan: int) -> str:
         return "; ".join(violations(fleet, Placement(choices=choices, starts=starts, makespan=makespan)))
 
-    assert found(((0, 1), (0, 0)), (0, 7), 11) == ""
-    assert "makespan is 12" in found(((0, 1), (0, 0)), (0, 7), 12)
-    assert "task 1 starts before task 0" in found(((0, 1), (0, 0)), (0, 6), 10)
+    assert found(((0, 1), (0, 0)), (0, 5), 9) == ""
+    assert "makespan is 12" in found(((0, 1), (0, 0)), (0, 5), 12)
+    assert "task 1 starts before task 0" in found(((0, 1), (0, 0)), (0, 4), 8)
     assert "uses 2 of 1 units" in found(((0, 1), (0, 0)), (0, 0), 5)
-    assert "module 1 has mode 0 at device 1" in found(((0, 1), (0, 1)), (0, 7), 11)
+    assert "module 1 has mode 0 at device 1" in found(((0, 1), (0, 1)), (0, 5), 9)
     tight = Fleet(devices=2, units=1, memory=1, modules=fleet.modules, tasks=fleet.tasks, arcs=fleet.arcs)
-    assert violations(tight, Placement(choices=((0, 1), (0, 0)), starts=(0, 7), makespan=11)) == [
+    assert violations(tight, Placement(choices=((0, 1), (0, 0)), starts=(0, 5), makespan=9)) == [
         "a device holds 2 bytes of 1"
     ]

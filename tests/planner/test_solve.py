@@ -247,21 +247,6 @@ def test_that_a_solver_is_sure_is_no_certificate(monkeypatch: pytest.MonkeyPatch
     assert solution.bound == lower_bound(problem) < solution.schedule.makespan
 
 
-def test_seconds_instead_of_work_give_the_solver_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How far it gets is the machine's affair; the solution is valid."""
-    workers = []
-
-    def solve_with_cp_sat(*args: Any, **kwargs: Any) -> cp_sat.SolverOutcome:
-        workers.append(kwargs["workers"])
-        return original(*args, **kwargs)
-
-    original = cp_sat.solve_with_cp_sat
-    monkeypatch.setattr(cp_sat, "solve_with_cp_sat", solve_with_cp_sat)
-    problem = limited(random.Random(3), random_problem(random.Random(3), 7, 4))
-    check(problem, solve(problem, Effort(is_fixed=False, time_limit_s=60.0, work_s=0.5)))
-    assert set(workers) == {len(os.sched_getaffinity(0))}
-
-
 def test_a_plan_that_is_as_short_as_the_bound_ends_the_search() -> None:
     """A chain cannot be shorter than itself; the solver is not asked."""
     problem = random_problem(random.Random(0), 1, 4)

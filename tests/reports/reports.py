@@ -26,7 +26,6 @@ from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
-from apollo_compile.reports.values import WhatIf
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import lane_catalogue
@@ -106,8 +105,7 @@ def workload_report(name: str) -> Report:
     summaries = []
     for role in ("forward", "backward"):
         compilation = compile_graph(graphs[f"{name}_{role}"])
-        row = WhatIf(change="8 units", units=8, serial_ns=2_000_000, predicted_ns=1_000_000, num_abreast=2)
-        summaries.append(summarize(compilation, invent_run(compilation), what_if=(row,)))
+        summaries.append(summarize(compilation, invent_run(compilation)))
     return Report(graphs=tuple(summaries), fallbacks=())
 
 

@@ -93,16 +93,3 @@ def test_a_trace_without_a_run_has_no_measured_track() -> None:
     validate(trace)
     assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {"serial", "predicted"}
     assert json.loads(Report(graphs=(), fallbacks=()).to_trace())["traceEvents"] == []
-
-
-def test_the_validator_refuses_broken_traces() -> None:
-    """Else it would show nothing."""
-    trace = json.loads(workload_report("clip").to_trace())
-    for change in ({"dur": -1}, {"ts": None}, {"ph": "Z"}, {"pid": "1"}, {"tid": 0}, {"pid": 99}):
-        events = [dict(event) for event in trace["traceEvents"]]
-        next(event for event in events if event["ph"] == "X").update(change)
-        with pytest.raises((AssertionError, TypeError, pytest.fail.Exception)):
-            validate({**trace, "traceEvents": events})
-    unfinished = [event for event in trace["traceEvents"] if event["ph"] != "f"]
-    with pytest.raises(AssertionError):
-        validate({**trace, "traceEvents": unfinished})

@@ -1,4 +1,4 @@
-"""Reports as JSON, as words, as differences, for Graphviz."""
+"""Reports as JSON, as words, as differences."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from dataclasses import replace
 import pytest
 from markupsafe import escape
 
-from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
 from apollo_compile.ir import Standing, Variant, Verdict
-from apollo_compile.passes.plan import to_problem
-from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.report import Report, merge_reports
 from apollo_compile.reports.summary import summarize
-from apollo_compile.reports.values import Bottleneck, Limit, Stage, State, WhatIf
-from apollo_compile.reports.words import OTHER_BATCHES, describe, describe_state
-from apollo_compile.tools.what_if import what_if
-from benchmarks.graphs import WORKLOADS, load_graphs
-from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
+from apollo_compile.reports.values import Bottleneck, Limit, Stage, State
+from apollo_compile.reports.words import describe, describe_state
+from benchmarks.graphs import WORKLOADS
+from tests.reports.reports import VERDICT, a_break, workload_report
 from tests.reports.test_summary import NOTHING, RUN, compilation, trace
 
 
@@ -277,42 +273,11 @@ def test_a_run_that_took_longer_than_predicted_is_told_with_what_did() -> None:
     assert "The last run" not in " ".join(describe(exact, report))
 
 
-def test_comparisons_without_batches_say_how_to_get_them() -> None:
-    """On the page as in the text; a compiled model cannot be asked, for it does not keep its inputs."""
-    units = WhatIf(change="8 units", units=8, serial_ns=200, predicted_ns=100, num_abreast=2)
-    batch = WhatIf(change="batch 16", units=2, serial_ns=200, predicted_ns=100, num_abreast=1, batch=16)
-    for rows, is_told in (((units,), True), ((units, batch), False), ((), False)):
-        report = Report(graphs=(summarize(compilation(), RUN, what_if=rows),), fallbacks=())
-        assert (OTHER_BATCHES in str(report)) is (escape(OTHER_BATCHES) in report.to_html()) is is_told
-
-
-def test_a_comparison_beyond_what_a_profile_knows_says_so() -> None:
-    """The packaged profile of CPUs has rates up to 64 units."""
-    made = compile_graph(load_graphs()["vit_control_forward"], time_limit_s=0.1)
-    rows = what_if(made, load_config({"plan.planner": "serial"}), units=(2, 99))
-    assert [row.change for row in rows] == ["2 units", "99 units, no kernel faster than on 64"]
-    assert what_if(made, load_config({"plan.planner": "serial"})) == ()
-
-
-def test_comparisons_keep_the_memory_quota() -> None:
-    """What the segments in turn hold leaves no room for two towers side by side; with less there is no plan at all."""
-    made = compile_graph(load_graphs()["clip_backward"], units=2, time_limit_s=0.1)
-    problem = to_problem(made.partition.graph, made.costs, made.plan.lanes, memory_quota=1)
-    in_turn = problem.peak(serial_schedule(problem), 0)
-
-    def gains(**options: int) -> list[float]:
-        config = load_config({"plan.planner": "greedy", **options})
-        return [row.gain for row in what_if(made, config, units=(4,))]
-
-    assert gains()[0] > 1.1
-    assert gains(**{"plan.memory_quota": in_turn}) == [1.0]
-    assert gains(**{"plan.memory_quota": in_turn // 2}) == []
-
-
-def test_why_answers_in_three_sentences() -> None:
+def test_why_answers_in_few_sentences() -> None:
     """Where, why then, and what runs beside it; of a module, about the graph in which it takes most."""
     assert small().why("image.layers.0") == (
         "image.layers.0 runs in test on lane 1, with 1 unit of 2 requested, planned from 50 ns to 450 ns. "
+        "Alone it takes 400 ns on 1, 300 ns on 2. "
         "It starts at 50 ns, when embed has ended, on which it depends. "
         "Concurrent with it: text.layers.0, for 200 ns in total."
     )
@@ -336,18 +301,27 @@ def test_why_answers_in_three_sentences() -> None:
     assert whole.why("embed").endswith("The graph now runs Inductor instead of its plan; see the verdict.")
 
 
-def test_why_in_full_names_times_needs_and_neighbours() -> None:
-    """Of one segment, and of all segments of a module."""
-    text = small().why("image.layers.0", verbose=True)
-    assert "lane 1, 1 unit granted, 2 units requested; planned from 50 ns to 450 ns" in text
-    assert "Alone it takes 400 ns on 1, 300 ns on 2" in text
-    assert "It depends on embed, which ends at 50 ns." in text
-    assert "Concurrent with it: text.layers.0." in text
-    assert "With 2 units it would take 300 ns" in text
-    report = workload_report("clip")
-    assert report.why("text_model", verbose=True).count("granted") > 20
-    whole = Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), fallbacks=())
-    assert "now runs Inductor instead of its plan" in whole.why("embed", verbose=True)
+@pytest.mark.parametrize(
+    ("name", "module", "others", "title"),
+    [
+        ("vision.embed", "vision.embed", (), "vision.embed"),
+        ("vision.embed#2", "vision.embed", ("vision.norm", "vision"), "vision.embed#2 + norm"),
+        ("text.norm", "text.norm", ("text.layers.5.fc", "head"), "text.norm + layers.5.fc + head"),
+        ("text.layers.5", "text.layers.5", ("text.layers.4.fc", "a", "b"), "text.layers.5 + layers.4.fc + a + 1 more"),
+        ("~mm_4", "", ("head",), "mm_4 (no module) + head"),
+    ],
+)
+def test_a_segment_is_named_after_all_modules_that_it_holds(
+    name: str, module: str, others: tuple[str, ...], title: str
+) -> None:
+    """In the text and on the page, where the full names are a tooltip; `why` answers for each of them."""
+    (graph,) = small().graphs
+    first = replace(graph.segments[0], name=name, module=module, others=others)
+    report = Report(graphs=(replace(graph, segments=(first, *graph.segments[1:])),), fallbacks=())
+    assert first.title == title
+    assert f"\n{title}  " in str(report) and f'aria-label="{title}, lane' in report.to_html()
+    for asked in {name, title, *others} - {"vision", "head"}:
+        assert report.why(asked).startswith(f"{name} runs in test")
 
 
 def test_why_of_an_unknown_name_lists_similar_ones() -> None:
@@ -381,11 +355,8 @@ def test_a_difference_names_moves_and_times() -> None:
     difference = small("****").diff(small("*AB*"))
     (graph,) = difference.graphs
     assert not difference.is_same_plan
-    assert [(move.segment, move.lanes, move.units) for move in graph.moves] == [
-        ("image.layers.0", (0, 1), (2, 1)),
-        ("text.layers.0", (0, 2), (2, 1)),
-    ]
-    assert graph.predicted_ns == (560, 510)
+    assert graph.moved == ("image.layers.0", "text.layers.0")
+    assert (graph.before.predicted_ns, graph.after.predicted_ns) == (560, 510)
     assert "image.layers.0: lane 0 (2 units) -> lane 1 (1 unit), 300 ns -> 400 ns" in str(difference)
 
 
@@ -427,25 +398,6 @@ def test_reports_of_several_dynamo_graphs_become_one_with_unique_names() -> None
     assert merge_reports([each]) == each
 
 
-# ------------------------------------------------------------------------------------------------------------- Graphviz
-
-
-def test_dot_has_every_segment_and_dependency_once() -> None:
-    """And marks those that a lane waits for."""
-    report = workload_report("clip")
-    text = report.to_dot()
-    for number, graph in enumerate(report.graphs):
-        names = re.findall(rf"^    g{number}s(\d+) \[", text, re.MULTILINE)
-        assert sorted(map(int, names)) == sorted(segment.id for segment in graph.segments)
-        arrows = re.findall(rf"^    g{number}s(\d+) -> g{number}s(\d+) \[style=(\w+)", text, re.MULTILINE)
-        flows = {(a, s.id) for s in graph.segments for a in s.after}
-        waits = {(wait.producer, wait.consumer) for wait in graph.waits if wait.kept}
-        assert len(arrows) == len(set(arrows))
-        assert {(int(a), int(b)) for a, b, _ in arrows} == flows | waits
-        assert sum(style == "bold" for *_, style in arrows) == graph.num_waits > 0
-    assert text.count("{") == text.count("}")
-
-
 def test_a_branch_has_one_colour_in_all_graphs() -> None:
     """In the backward of CLIP its two towers stand the other way round."""
     report = workload_report("clip")
@@ -454,11 +406,6 @@ def test_a_branch_has_one_colour_in_all_graphs() -> None:
     found = defaultdict(set)
     for color, branch in re.findall(r'<li class="c(\d)">([^<]+)</li>', report.to_html()):
         found[branch].add(COLORS[int(color)])
-    dot = report.to_dot()
-    for number, graph in enumerate(report.graphs):
-        for segment in graph.segments:
-            (color,) = re.findall(rf'^    g{number}s{segment.id} \[.*fillcolor="(.*)"\];$', dot, re.MULTILINE)
-            found[segment.branch].add(color)
     assert {branch: len(colors) for branch, colors in found.items()} == dict.fromkeys((*first, *second), 1)
     assert len(set.union(*found.values())) == len(found)
 
@@ -476,18 +423,10 @@ def test_branches_of_one_graph_have_different_colours() -> None:
     assert len(many) == 20 and set(many.values()) == set(range(len(COLORS)))
 
 
-def test_what_a_plan_of_one_unit_says() -> None:
-    """No lanes, no waits; the same forms."""
-    made = compile_graph(load_graphs()["clip_forward"], units=1)
-    report = Report(graphs=(summarize(made, invent_run(made)),), fallbacks=())
-    assert "1 lane" in str(report)
-    assert json.loads(report.to_json())["report"]["graphs"][0]["waits"] == []
-
-
 @pytest.mark.parametrize(
     ("workload", "overlapped", "limited", "to_try", "gain"),
     [
-        ("clip", True, "No plan takes less than", "With 8 units", 1.05),
+        ("clip", True, "No plan takes less than", "", 1.05),
         ("llava", False, "can be more than 1.0", "Lanes cannot help here. Try", 1.0),
         ("vit_control", False, "can be more than 1.0", "Lanes cannot help here. Try", 1.0),
     ],
@@ -505,5 +444,4 @@ def test_a_user_with_a_slow_model_finds_the_four_answers(
     assert any(sentence.startswith(to_try) for sentence in sentences)
     assert all(f"  - {sentence}\n" in f"{text}\n" for sentence in sentences)
     assert all(f"<li>{escape(sentence)}</li>" in page for sentence in sentences)
-    assert "what if" in text and "8 units" in text
     assert (report.graphs[0].gain >= gain) and (report.graphs[0].gain == 1.0) is not overlapped

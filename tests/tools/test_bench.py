@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,15 +46,6 @@ def build_linear(width: int, *, scale: float = 1.0, fail: str = "") -> Any:
     return SimpleNamespace(model=model, inputs={"input": torch.rand(2, width)}, loss=lambda out: out.sum() * scale)
 
 
-def build_counter() -> Any:
-    """A task whose loss is the number of cores that torch uses."""
-    import torch
-
-    return SimpleNamespace(
-        model=torch.nn.Identity(), inputs={"input": torch.ones(torch.get_num_threads())}, loss=torch.sum
-    )
-
-
 @dataclass
 class FakeChild:
     """Writes what it was asked for into a log that all children share."""
@@ -65,6 +55,9 @@ class FakeChild:
     log: list[str]
     folder: Path
     loss: float = 1.0
+
+    def ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
+        return getattr(self, request[0])(*request[1:])
 
     def start(self) -> float:
         self.log.append(f"start {self.name}")
@@ -126,19 +119,6 @@ def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
     (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("selected variants")]
     assert line.endswith(": apollo: segments in turn, Inductor")
     assert [result["ran"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
-
-
-def test_efficiency_goes_by_the_fastest_step_on_one_core(tmp_path: Path) -> None:
-    """The others' share of it; nothing is said where nothing ran on one core."""
-    times = {"eager": 100, "apollo": 50, "eager-one-core": 160, "apollo-one-core": 80}
-    measurement = measured(Task(builder="x:y"), times, tmp_path, rounds=2, steps=3)
-    cores = len(os.sched_getaffinity(0))
-    assert measurement.efficiencies == {"eager": 0.8 / cores, "apollo": 1.6 / cores}
-    assert (
-        f"efficiency: fastest step on one core, over the number of cores, over this median: eager {0.8 / cores:.2f}"
-        in format_measurement(measurement)
-    )
-    assert measured(Task(builder="x:y"), {"eager": 100}, tmp_path).efficiencies == {}
 
 
 def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_path: Path) -> None:
@@ -322,16 +302,6 @@ def test_a_task_may_be_under_autocast(builder: str) -> None:
         losses[dtype] = measure(task, (EAGER,), rounds=1, steps_per_turn=1).by_variant()["eager"].loss
     assert losses == {"float32": 2 + 2**-11, "bfloat16": 2.0}
     assert Task(builder="x:y").tolerance < Task(builder="x:y", dtype="bfloat16").tolerance < 0.1
-
-
-@pytest.mark.soak
-def test_a_variant_runs_on_its_cores(builder: str) -> None:
-    """And is told of no others; the rest have all."""
-    only = Variant(name="only", backend=None, cores=1)
-    task = Task(builder=builder.replace("linear", "counter"), mode="inference")
-    results = measure(task, (EAGER, only), rounds=1, steps_per_turn=1).by_variant()
-    assert results["only"].loss == 1
-    assert results["eager"].loss == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(("fail", "message"), (("no such model", "no such model"), ("exit", "exit code 3")))

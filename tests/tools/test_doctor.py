@@ -22,8 +22,7 @@ from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.store.profiles import ProfileState
 from apollo_compile.tools import doctor
-from apollo_compile.tools.doctor import Finding, Level, diagnose, is_fit, look
-from apollo_compile.tools.machine_facts import MachineFacts
+from apollo_compile.tools.doctor import Finding, Level, MachineFacts, diagnose, is_fit, look
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +57,8 @@ def test_every_finding_is_explained_in_the_docs() -> None:
 def _subjects(file: str) -> set[str]:
     """Return the subjects that are written in a file; of those with a name of lanes, the word before it."""
     code = (ROOT / "apollo_compile" / file).read_text()
-    return set(re.findall(r'subject ?= ?"([^"]+)"', code)) | set(re.findall(r'f"(lanes|nodes) \{name\}', code))
+    named = re.findall(r'(?:subject ?= ?|\b_(?:ok|note|warning|error)\(\s*)"([^"]+)"', code)
+    return set(named) | set(re.findall(r'f"(lanes|nodes) \{name\}', code))
 
 
 def find(facts: MachineFacts, subject: str) -> Finding:

@@ -3,9 +3,7 @@
 execute.py    Program + bodies -> Executable, and the lanes that all executables share
 calibrate.py  the calibration procedure: lanes of every size -> DeviceProfile
 probes.py     microbenchmarks of torch kernels
-runtime.py    microbenchmarks of the runtime, and of kernels that only Inductor generates
-trials.py     programs of test bodies on lanes
-fit.py        measured times -> the rates of a profile
+runtime.py    microbenchmarks of the runtime, and of fused loops
 discover.py   the profile of this machine: calibrated, or scaled by a quick measurement
 matmul_libraries.py  selection of oneDNN or BLAS for each matmul
 machine.py    name, features and fingerprint of the CPU

@@ -19,13 +19,14 @@ process if this process got less CPU time than its threads can use; `Calibration
 
 All OpenMP regions run on the calling thread: a second thread team permanently slows both down.
 
-This file is the procedure; `probes.py` has the kernels, `runtime.py` the runtime and neighbours, `fit.py` the rates.
+This file is the procedure and the fit; `probes.py` has the kernels, `runtime.py` the runtime and neighbours.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -33,11 +34,13 @@ import torch
 
 from apollo_compile.device.cpu.discover import LEAST_CPU_SHARE
 from apollo_compile.device.cpu.execute import keep_memory, most_units
-from apollo_compile.device.cpu.fit import fit_profile
-from apollo_compile.device.cpu.probes import TimedProbe, make_probes
-from apollo_compile.device.cpu.runtime import RuntimePrograms
+from apollo_compile.device.cpu.machine import cpu_model
+from apollo_compile.device.cpu.probes import Probe, make_probes
+from apollo_compile.device.cpu.runtime import RuntimePrograms, RuntimeTimes
+from apollo_compile.ir import KernelKind
 from apollo_compile.target.lanes import lane_catalogue, useful_lanes
-from apollo_compile.target.profile import DeviceProfile
+from apollo_compile.target.profile import Arithmetic, DeviceProfile, Rate, rate_at
+from apollo_compile.units import NS_PER_S
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with the phase, the number of steps done, and the number of steps."""
@@ -51,6 +54,9 @@ _CHECK_SIDE = 512
 _MOST_DISTURBED = 0.5
 """Share of disturbed rounds above which a profile is not kept."""
 
+_LEAST_SHARE = 0.1
+"""Least share of a call's time that is attributed to its work."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
@@ -58,7 +64,7 @@ class Calibration:
 
     profile: DeviceProfile
     disturbed_share: float
-    """Share of the rounds, or of the neighbour runs, in which other processes occupied a core."""
+    """Share of the rounds in which other processes occupied a core."""
 
     @property
     def is_disturbed(self) -> bool:
@@ -82,16 +88,14 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
             f"cannot calibrate {units} units: choose 1 to {most_units()}, the number of cores that torch can use here"
         )
     keep_memory()
-    threads = torch.get_num_threads()
-    steps = _Steps(progress, total=rounds + 2)
-    steps.begin("compiling test segments")
-    counts = _unit_counts(units)
-    runtime = RuntimePrograms(units, counts)
-    probes = [TimedProbe(probe, counts) for probe in make_probes()]
-    disturbed = 0
+    progress("compiling test segments", 0, rounds + 2)
+    threads, disturbed = torch.get_num_threads(), 0
+    # Rates between these numbers of units are interpolated.
+    counts = sorted({1, *(len(lane.units) for lane in useful_lanes(lane_catalogue(units), 2))})
+    runtime, probes = RuntimePrograms(units, counts), make_probes()
     with torch.no_grad():
         for number in range(rounds):
-            steps.begin("measuring")
+            progress("measuring", number + 1, rounds + 2)
             runtime.run()
             for count in counts:
                 torch.set_num_threads(count)
@@ -99,29 +103,12 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
                 for probe in probes:
                     probe.time(number, count)
             torch.set_num_threads(threads)
-    steps.begin("done")
+    progress("done", rounds + 1, rounds + 2)
     times = runtime.fixed_times()
-    samples = [*(probe.sample() for probe in probes), *runtime.samples(times)]
     return Calibration(
-        profile=fit_profile(units, counts, samples, times),
-        disturbed_share=max(disturbed / (rounds * len(counts)), runtime.disturbed_share()),
+        profile=fit_profile(units, counts, [*probes, *runtime.loops(times)], times),
+        disturbed_share=disturbed / (rounds * len(counts)),
     )
-
-
-def _unit_counts(units: int) -> list[int]:
-    """Return the numbers of units to measure; rates between them are interpolated."""
-    return sorted({1, *(len(lane.units) for lane in useful_lanes(lane_catalogue(units), 2))})
-
-
-class _Steps:
-    """Counts steps for the progress."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def begin(self, what: str) -> None:
-        self._progress(what, self._done, self._total)
-        self._done += 1
 
 
 def _cpu_share() -> float:
@@ -132,3 +119,50 @@ def _cpu_share() -> float:
     for _ in range(2):
         torch.mm(values, values, out=total)
     return (time.process_time_ns() - cpu_begin) / (time.perf_counter_ns() - begin)
+
+
+def fit_profile(units: int, counts: Sequence[int], probes: Sequence[Probe], runtime: RuntimeTimes) -> DeviceProfile:
+    """Return the profile whose roofline reproduces the measured times of kernels, near vectors first."""
+    waits = [probe.ns(units) - probe.ns(1) / units for probe in probes if probe.is_parallel]
+    parallel_ns = max(0.0, min(waits)) if units > 1 else 0.0
+
+    def rate(probe: Probe, amount: int, size: int, near_bytes: int) -> Rate:
+        """Return the rate of `amount` in the time that remains after fixed times and near bytes."""
+        per_s = []
+        for count in counts:
+            fixed_ns = runtime.kernel_ns + (parallel_ns if count > 1 else 0.0)
+            if near_bytes:
+                fixed_ns += near_bytes / rate_at(near, counts, probe.bytes_moved, count) * NS_PER_S
+            rest_ns = max(probe.ns(count) - fixed_ns, _LEAST_SHARE * probe.ns(count))
+            per_s.append(float(f"{amount / rest_ns * NS_PER_S:.4g}"))
+        return Rate(size=size, per_s=tuple(per_s))
+
+    near: list[Rate] = []
+    far: list[Rate] = []
+    arithmetic: dict[tuple[KernelKind, str], list[Rate]] = defaultdict(list)
+    for probe in probes:
+        if probe.flops:
+            arithmetic[probe.kind, probe.dtype].append(rate(probe, probe.flops, probe.flops, probe.near_bytes))
+        elif probe.far_bytes:
+            far.append(rate(probe, probe.far_bytes, probe.footprint, probe.near_bytes))
+        else:
+            near.append(rate(probe, probe.near_bytes, probe.bytes_moved, 0))
+    return DeviceProfile(
+        kind="cpu",
+        name=f"{cpu_model()} x{units}",
+        source="measured",
+        units=units,
+        unit_counts=tuple(counts),
+        arithmetic=tuple(
+            Arithmetic(kind=kind, dtype=dtype, rates=tuple(rates)) for (kind, dtype), rates in arithmetic.items()
+        ),
+        near_bytes_per_s=tuple(near),
+        far_bytes_per_s=tuple(far),
+        kernel_ns=round(runtime.kernel_ns),
+        parallel_ns=round(parallel_ns),
+        cold_ns=round(runtime.cold_ns),
+        launch_ns=round(runtime.launch_ns),
+        tensor_ns=round(runtime.tensor_ns),
+        handover_ns=round(runtime.handover_ns),
+        slowdown=runtime.slowdown,
+    )

@@ -1,18 +1,19 @@
 """Microbenchmarks of torch kernels of segments, small to large.
 
-    make_probes() -> probes;  TimedProbe(probe, counts).time(round, units);  .sample() -> Sample
+    make_probes() -> probes;  Probe.time(round, units);  .ns(units) -> time of one kernel
 
-The kernels are matmuls, attention, loops over vectors that are in the cache (near) or not (far), and scatters. A short
-call is repeated within a round; a long call is measured in some rounds only.
+The kernels are matmuls, attention, convolutions, loops over vectors that are in the cache (near) or not (far), and
+scatters. A short call is repeated within a round; a long call is measured in some rounds only.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,9 +28,9 @@ _TURN_NS = 4_000_000
 """A longer call is measured in some rounds only."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Probe:
-    """A call that runs one kernel, or several of the same size."""
+    """A call that runs one kernel, or several of the same size, with its times."""
 
     kind: KernelKind
     flops: int = 0
@@ -42,21 +43,28 @@ class Probe:
     kernels: int = 1
     is_parallel: bool = False
     """Whether `parallel_ns` is fitted to its time."""
-    call: Call
+    call: Call = lambda: None
     """Runs the kernels; does nothing for a compiled body, which `runtime.py` times."""
+    times: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Nanoseconds of one kernel in all rounds, by number of units."""
+    _expected_ns: float = 0.0
 
     @property
     def bytes_moved(self) -> int:
         """Bytes that one kernel moves."""
         return self.near_bytes + self.far_bytes
 
+    def time(self, number: int, units: int) -> None:
+        """Measure the call in a round; a long call is skipped in most rounds."""
+        if not self._expected_ns:
+            self._expected_ns = _time(self.call, 3)
+        if number % max(1, round(self._expected_ns / _TURN_NS)) == 0:
+            elapsed_ns = _time(self.call, max(1, round(_BATCH_NS / self._expected_ns)))
+            self.times[units].append(elapsed_ns / self.kernels)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """A probe with the nanoseconds of one kernel, by number of units."""
-
-    probe: Probe
-    times: dict[int, float]
+    def ns(self, units: int) -> float:
+        """Return the median time of one kernel over all rounds."""
+        return typical(self.times[units])
 
 
 def make_probes() -> list[Probe]:
@@ -69,6 +77,8 @@ def make_probes() -> list[Probe]:
     probes += [_batched_probe(*shape) for shape in ((32, 16), (64, 32), (64, 64), (32, 128))]
     for shape in ((2, 2, 16, 16), (4, 4, 32, 16), (4, 4, 64, 32), (8, 4, 128, 64)):
         probes += _attention_probes(*shape)
+    for sizes in ((4, 64, 64), (8, 128, 256)):
+        probes += _convolution_probes(*sizes)
     probes += [_scatter_probe(rows) for rows in (64, 1024)]
     probes += [_scan_probe(columns) for columns in (16, 1024)]
     return probes
@@ -161,35 +171,28 @@ def _scan_probe(columns: int) -> Probe:
     )
 
 
-class TimedProbe:
-    """A probe with its times in all rounds."""
-
-    def __init__(self, probe: Probe, counts: Sequence[int]) -> None:
-        with torch.no_grad():
-            self._expected_ns = _expect(probe.call)
-        self._probe = probe
-        self._times: dict[int, list[float]] = {count: [] for count in counts}
-
-    def time(self, number: int, units: int) -> None:
-        """Measure the probe in a round; a long call is skipped in most rounds."""
-        if number % max(1, round(self._expected_ns / _TURN_NS)) == 0:
-            elapsed_ns = _time(self._probe.call, max(1, round(_BATCH_NS / self._expected_ns)))
-            self._times[units].append(elapsed_ns / self._probe.kernels)
-
-    def sample(self) -> Sample:
-        """Return the median times over all rounds."""
-        times = {units: typical(found) for units, found in self._times.items()}
-        return Sample(probe=self._probe, times=times)
-
-
-def _expect(call: Call) -> float:
-    """Return the approximate duration of a call."""
-    _time(call, 1)  # loads code and touches pages
-    return _time(call, 3)
+def _convolution_probes(images: int, side: int, channels: int) -> list[Probe]:
+    """Return probes of a convolution with 16 x 16 patches, and of its weight gradient."""
+    shape: tuple[Any, ...] = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
+    run, run_backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    image, weight = torch.ones(images, 3, side, side), torch.ones(channels, 3, 16, 16)
+    out = torch.ones(images, channels, side // 16, side // 16)
+    flops = 2 * out.numel() * weight[0].numel()
+    num_bytes = 4 * (image.numel() + weight.numel() + out.numel())
+    return [
+        Probe(kind=kind, flops=flops, near_bytes=num_bytes, call=call)
+        for kind, call in (
+            (KernelKind.CONVOLUTION, lambda: run(image, weight, None, *shape)),
+            (
+                KernelKind.CONVOLUTION_BACKWARD,
+                lambda: run_backward(out, image, weight, [channels], *shape, [False, True, False]),
+            ),
+        )
+    ]
 
 
 def _time(call: Call, repeats: int) -> float:
-    call()  # brings its data back into the caches
+    call()  # loads code, touches pages, and brings its data back into the caches
     begin = time.perf_counter_ns()
     for _ in range(repeats):
         call()

@@ -14,7 +14,6 @@ from apollo_compile.config import Config
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Gpu, Sharing
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.gpu.run.urgency import rank_lanes
 from apollo_compile.device.gpu.run.whole import as_one_segment
 from apollo_compile.ir import Lane, Role, SegmentGraph, Variant
 from apollo_compile.json_form import to_json
@@ -66,16 +65,6 @@ class GpuTarget:
         self._find_unavailable_reason = find_unavailable_reason
         self._fingerprint = fingerprint
 
-    def _sharing_in(self, role: Role) -> Sharing:
-        """Return how lanes share the device: with priorities in steps, where updates fill what a critical lane leaves.
-
-        Priorities made graphs neither faster nor slower (of six comparisons, none differed by more than 4 %). They
-        would be other ones in forward and backward, thus other streams, whose memory one cannot have from the other.
-        """
-        if self._config.runtime.isolation:
-            return Sharing.APART
-        return Sharing.URGENCY if role is Role.STEP else Sharing.FREE
-
     def unavailable_reason(self) -> str | None:
         """Return what a failed capture left behind, or what the self-check of this GPU found wrong; None if nothing."""
         return self.gpu.captures.why_off or self._find_unavailable_reason()
@@ -100,11 +89,10 @@ class GpuTarget:
             program=compilation.program,
             graph=compilation.partition.graph,
             bodies=code.bodies,
-            gpu=self.gpu.sharing(self._sharing_in(compilation.partition.graph.role)),
+            gpu=self.gpu.sharing(Sharing.APART if self._config.runtime.isolation else Sharing.FREE),
             contract=code.contract,
             shared=self._memory_of(compilation.partition.graph),
             variant=variant,
-            urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
             lane_memory_quota=self.lane_memory_quota,
             strict=self._config.debug.strict or code.is_all_or_nothing,
             only_replays=code.is_all_or_nothing,

@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from apollo_compile.errors import DeploymentError
-from apollo_compile.passes.deploy import Deployment, Group
+from apollo_compile.passes.deploy import REST, Deployment
 from apollo_compile.torch_bridge.trees import flatten, map_tensors
 
 
@@ -67,13 +67,6 @@ def _arrived(tree: Any) -> Any:
     return map_tensors(wait, tree)
 
 
-def _under_way(plain: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
-    """Return a tensor that becomes `plain` when it is used."""
-    arriving = plain.detach().as_subclass(_Arriving)
-    arriving.plain, arriving.works = plain, works
-    return arriving
-
-
 @dataclass(eq=False)
 class _Placed:
     """A module that a group of ranks computes."""
@@ -86,8 +79,7 @@ class _Placed:
     group: dist.ProcessGroup | None
     """Its group, if there are several ranks in it and this is one of them."""
     rank: int
-    outputs: frozenset[int]
-    """Places of the output's tensors that are used."""
+    device: torch.device
     is_inside: bool = False
     known: dict[Any, Any] = field(default_factory=dict)
     """Outputs by inputs, with `_Leaf` in place of tensors."""
@@ -101,10 +93,17 @@ class _Placed:
         """Whether this rank computes it."""
         return self.rank in self.ranks
 
-    def bounds(self, samples: int, rank: int) -> tuple[int, int]:
-        """Return the samples of a rank of the group: first, and one after the last."""
-        index, count = rank - self.ranks.start, len(self.ranks)
-        return samples * index // count, samples * (index + 1) // count
+    def part(self, whole: Any, rank: int) -> Any:
+        """Return the samples of a rank of the group."""
+        if len(self.ranks) == 1:
+            return whole
+        index, count, samples = rank - self.ranks.start, len(self.ranks), len(whole)
+        return whole[samples * index // count : samples * (index + 1) // count]
+
+    def share(self, whole: torch.Tensor) -> list[dist.Work]:
+        """Begin to send the parts of a contiguous tensor to all ranks."""
+        parts = [(rank, self.part(whole, rank)) for rank in self.ranks]
+        return [_broadcast(part, self.everyone, rank) for rank, part in parts]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module, or receive its output."""
@@ -118,44 +117,39 @@ class _Placed:
                 f"module {self.name!r} got {samples} samples for {len(self.ranks)} devices; expected at least one per "
                 "device: give larger batches, or move the module to fewer devices"
             )
-        token = torch.zeros((), device=tensors[0].device, requires_grad=torch.is_grad_enabled())
-        moving = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if torch.is_grad_enabled() and moving:
-            token, *entered = _Enter.apply(self, samples, *(leaves[index] for index in moving))  # type: ignore[no-untyped-call]
-            for index, value in zip(moving, entered, strict=True):
-                leaves[index] = value
-        key = (structure, tuple((tuple(t.shape), t.dtype) for t in tensors), token.requires_grad, len(moving))
+        has_gradients = torch.is_grad_enabled()
+        token = torch.zeros((), device=tensors[0].device, requires_grad=has_gradients)
+        moving = [
+            index
+            for index, leaf in enumerate(leaves)
+            if has_gradients and isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        token, *entered = _Enter.apply(self, samples, token, *(leaves[index] for index in moving))  # type: ignore[no-untyped-call]
+        for index, value in zip(moving, entered, strict=True):
+            leaves[index] = value
         made: Any = None
         if self.is_member:
-            own_args, own_kwargs = build([self._share_of(leaf, samples) for leaf in leaves])
-            made = self._compute(own_args, own_kwargs)
-        known = self._describe(key, made, samples)
-        specs, _, rebuild = flatten(known)
-        tensors_at = [index for index, spec in enumerate(specs) if isinstance(spec, _Leaf)]
-        sent = [index for place, index in enumerate(tensors_at) if place in self.outputs]
-        values, _, _ = flatten(made) if self.is_member else ([None] * len(specs), "", None)
-        works: list[list[dist.Work]] = []
-        results = (
-            _Leave.apply(  # type: ignore[no-untyped-call]
-                self, samples, [specs[index] for index in sent], works, token, *(values[index] for index in sent)
+            own_args, own_kwargs = build(
+                [
+                    self.part(leaf, self.rank)
+                    if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (samples,)
+                    else leaf
+                    for leaf in leaves
+                ]
             )
-            if sent
-            else ()
+            made = self._compute(own_args, own_kwargs)
+        key = (structure, tuple((tuple(t.shape), t.dtype) for t in tensors), has_gradients, len(moving))
+        specs, _, rebuild = flatten(self._describe(key, made, samples))
+        sent = [index for index, spec in enumerate(specs) if isinstance(spec, _Leaf)]
+        values = flatten(made)[0] if self.is_member else [None] * len(specs)
+        works: list[list[dist.Work]] = []
+        results = _Leave.apply(  # type: ignore[no-untyped-call]
+            self, [specs[index] for index in sent], works, token, *(values[index] for index in sent)
         )
-        found = list(specs)
-        for place, index in enumerate(tensors_at):
-            found[index] = _Missing(self.name, place)
         for index, result, pending in zip(sent, results, works, strict=True):
-            found[index] = _under_way(result, pending)
-        return rebuild(found)
-
-    def _share_of(self, leaf: Any, samples: int) -> Any:
-        """Return this rank's samples of a tensor that has as many as the first input; anything else as it is."""
-        is_divided = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples
-        if len(self.ranks) == 1 or not is_divided:
-            return leaf
-        first, end = self.bounds(samples, self.rank)
-        return leaf[first:end]
+            specs[index] = result.detach().as_subclass(_Arriving)
+            specs[index].plain, specs[index].works = result, pending
+        return rebuild(specs)
 
     def _compute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the module; the backward sums gradients over the group."""
@@ -173,79 +167,58 @@ class _Placed:
     def _describe(self, key: Any, made: Any, samples: int) -> Any:
         """Return the output with `_Leaf` in place of tensors; the first rank of the group tells the others, once."""
         if key not in self.known:
-            first, end = self.bounds(samples, self.ranks.start)
+            first, is_divided = self.ranks.start, len(self.ranks) > 1
+            count = len(self.part(range(samples), first))
 
             def describe(tensor: torch.Tensor) -> _Leaf:
                 shape = tuple(tensor.shape)
-                if len(self.ranks) > 1 and shape[:1] != (end - first,):
+                if is_divided and shape[:1] != (count,):
                     raise DeploymentError(
-                        f"module {self.name!r} returned a tensor of shape {shape} for {end - first} samples, so its "
+                        f"module {self.name!r} returned a tensor of shape {shape} for {count} samples, so its "
                         "samples cannot be divided over devices; move it to one device"
                     )
-                shape = (samples, *shape[1:]) if len(self.ranks) > 1 else shape
-                return _Leaf(shape, tensor.dtype, tensor.requires_grad)
+                return _Leaf((samples, *shape[1:]) if is_divided else shape, tensor.dtype, tensor.requires_grad)
 
-            told = [map_tensors(describe, made) if self.rank == self.ranks.start else None]
-            dist.broadcast_object_list(told, group=self.everyone, group_src=self.ranks.start)
+            told = [map_tensors(describe, made) if self.rank == first else None]
+            dist.broadcast_object_list(told, group=self.everyone, group_src=first)
             self.known[key] = told[0]
         return self.known[key]
 
-    def parts(self, whole: torch.Tensor, samples: int) -> list[tuple[int, torch.Tensor]]:
-        """Return the part of a tensor that each rank of the group has."""
-        if len(self.ranks) == 1:
-            return [(self.ranks.start, whole)]
-        return [(rank, whole[slice(*self.bounds(samples, rank))]) for rank in self.ranks]
 
-    def share_with_all(self, whole: torch.Tensor, samples: int) -> list[dist.Work]:
-        """Begin to send every rank's part of a contiguous tensor to all ranks."""
-        works = [
-            dist.broadcast(part, group=self.everyone, group_src=rank, async_op=True)
-            for rank, part in self.parts(whole, samples)
-        ]
-        return [work for work in works if work is not None]
-
-
-class _Missing:
-    """An output that no code read when the plan was made."""
-
-    def __init__(self, name: str, index: int) -> None:
-        self._apollo_text = f"output {index} of module {name!r} was not used when the plan was made; plan again"
-
-    def __getattr__(self, name: str) -> Any:
-        raise DeploymentError(self._apollo_text)
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
+    work: dist.Work = dist.broadcast(tensor, group=group, group_src=rank, async_op=True)
+    return work
 
 
 class _Enter(torch.autograd.Function):
     """Inputs with gradients: each rank's gradient of its samples goes to all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, placed: _Placed, samples: int, *inputs: torch.Tensor) -> Any:
-        """Return a token and the inputs."""
+    def forward(ctx: Any, placed: _Placed, samples: int, token: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        """Return the token, which links the outputs to this, and the inputs."""
         ctx.placed, ctx.samples = placed, samples
-        ctx.shapes = [(each.shape, each.dtype, each.device) for each in inputs]
-        return inputs[0].new_zeros(()), *(each.view_as(each) for each in inputs)
+        ctx.shapes = [(each.shape, each.dtype) for each in inputs]
+        return token.view_as(token), *(each.view_as(each) for each in inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: torch.Tensor, *grads: torch.Tensor) -> Any:
         """Return the gradients of all samples."""
         placed, found, works = ctx.placed, [], []
-        for grad, (shape, dtype, device) in zip(grads, ctx.shapes, strict=True):
-            whole = torch.empty(shape, dtype=dtype, device=device)
+        for grad, (shape, dtype) in zip(grads, ctx.shapes, strict=True):
+            whole = torch.empty(shape, dtype=dtype, device=placed.device)
             if placed.is_member:
                 whole.copy_(grad)
-            is_divided = len(placed.ranks) > 1 and len(shape) and shape[0] == ctx.samples
-            if is_divided or len(placed.ranks) == 1:
-                works += placed.share_with_all(whole, ctx.samples)
+            if len(placed.ranks) == 1 or shape[:1] == (ctx.samples,):
+                works += placed.share(whole)
             else:  # every rank of the group has a part of the sum
                 if placed.is_member:
                     dist.all_reduce(whole, group=placed.group)
-                work = dist.broadcast(whole, group=placed.everyone, group_src=placed.ranks.start, async_op=True)
-                works += [] if work is None else [work]
+                works.append(_broadcast(whole, placed.everyone, placed.ranks.start))
             found.append(whole)
         for work in works:
             work.wait()
-        return None, None, *found
+        return None, None, None, *found
 
 
 class _Leave(torch.autograd.Function):
@@ -255,20 +228,20 @@ class _Leave(torch.autograd.Function):
     def forward(
         ctx: Any,
         placed: _Placed,
-        samples: int,
         specs: list[_Leaf],
         works: list[list[dist.Work]],
         token: torch.Tensor,
         *values: torch.Tensor | None,
     ) -> Any:
         """Return the whole outputs, which may still be under way."""
-        ctx.placed, ctx.samples, ctx.specs = placed, samples, specs
+        ctx.placed = placed
+        ctx.set_materialize_grads(False)  # parameters behind unused outputs have no gradient
         found = []
         for spec, value in zip(specs, values, strict=True):
             whole = torch.empty(spec.shape, dtype=spec.dtype, device=token.device)
             if value is not None:
-                dict(placed.parts(whole, samples))[placed.rank].copy_(value)
-            works.append(placed.share_with_all(whole, samples))
+                placed.part(whole, placed.rank).copy_(value)
+            works.append(placed.share(whole))
             found.append(whole)
         ctx.mark_non_differentiable(
             *(whole for whole, spec in zip(found, specs, strict=True) if not spec.requires_grad)
@@ -280,13 +253,8 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Return the gradients of this rank's outputs."""
         placed = ctx.placed
-        if not placed.is_member:
-            return None, None, None, None, grads[0].new_zeros(()), *(None for _ in grads)
-        own = [
-            dict(placed.parts(grad, ctx.samples))[placed.rank] if spec.requires_grad else None
-            for grad, spec in zip(grads, ctx.specs, strict=True)
-        ]
-        return None, None, None, None, grads[0].new_zeros(()), *own
+        own = [placed.part(grad, placed.rank) if placed.is_member and grad is not None else None for grad in grads]
+        return None, None, None, torch.zeros((), device=placed.device), *own
 
 
 class _SumGradients(torch.autograd.Function):
@@ -302,11 +270,9 @@ class _SumGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Return the sums."""
-        by_type: dict[torch.dtype, list[int]] = {}
-        for index, grad in enumerate(grads):
-            by_type.setdefault(grad.dtype, []).append(index)
         found = list(grads)
-        for members in by_type.values():
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            members = [index for index, grad in enumerate(grads) if grad.dtype == dtype]
             flat = torch.cat([grads[index].reshape(-1) for index in members])
             dist.all_reduce(flat, group=ctx.group)
             parts = torch.split(flat, [grads[index].numel() for index in members])
@@ -334,55 +300,39 @@ def apply_deployment(deployment: Deployment, model: nn.Module, everyone: dist.Pr
         )
     if model in _placed:
         raise DeploymentError("a plan has been applied to this model; build the model again to apply another")
-    groups = [group for group in deployment.groups if _outputs_of(deployment, group)]
-    found = []
+    groups = [group for group in deployment.groups if group.module != REST]
     modules = dict(model.named_modules())
     if unknown := [group.module for group in groups if group.module not in modules]:
         raise DeploymentError(f"the plan is for another model: there is no module {unknown[0]!r}")
     all_ranks = dist.get_process_group_ranks(everyone)
     made: dict[range, dist.ProcessGroup | None] = {}
     for group in groups:
-        ranks = range(group.first, group.first + group.devices)
+        module, ranks = modules[group.module], group.range
         if ranks not in made:  # in one order on all ranks
             made[ranks] = dist.new_group([all_ranks[each] for each in ranks]) if len(ranks) > 1 else None
         placed = _Placed(
             name=group.module,
-            module=modules[group.module],
+            module=module,
             ranks=ranks,
             everyone=everyone,
             group=made[ranks] if rank in ranks else None,
             rank=rank,
-            outputs=_outputs_of(deployment, group),
+            device=next((each.device for each in module.state_dict().values()), torch.device("cpu")),
         )
-        found.append(placed)
         if not placed.is_member:
-            placed.module.to_empty(device="meta")
-        placed.module.forward = placed.run
-    _placed[model] = found
+            module.to_empty(device="meta")
+        module.forward = placed.run
+        _placed.setdefault(model, []).append(placed)
     return model
-
-
-def _outputs_of(deployment: Deployment, group: Group) -> frozenset[int]:
-    """Return which output tensors of a module are used; none are of the code between the modules."""
-    calls = (call for call in deployment.work.calls if call.module == group.module)
-    return frozenset(index for call in calls for index in call.outputs)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state of all modules of a model with a plan, on every rank; all ranks call it."""
     state = {name: value.detach() for name, value in model.state_dict().items()}
     for placed in _placed.get(model, ()):
-        prefix = next(name for name, module in model.named_modules() if module is placed.module)
-        for name in placed.module.state_dict():
-            value = state[f"{prefix}.{name}"]
-            if value.is_meta:
-                value = torch.empty_like(value, device=_device_of(placed))
-            dist.broadcast(value.contiguous(), group=placed.everyone, group_src=placed.ranks.start)
-            state[f"{prefix}.{name}"] = value
+        for name in (f"{placed.name}.{own}" for own in placed.module.state_dict()):
+            if state[name].is_meta:
+                state[name] = torch.empty_like(state[name], device=placed.device)
+            state[name] = state[name].contiguous()
+            _broadcast(state[name], placed.everyone, placed.ranks.start).wait()
     return state
-
-
-def _device_of(placed: _Placed) -> torch.device:
-    """Return the device of tensors that the group of all ranks sends."""
-    is_cpu = dist.get_backend(placed.everyone) == "gloo"
-    return torch.device("cpu") if is_cpu else torch.device(torch.accelerator.current_accelerator() or "cpu")

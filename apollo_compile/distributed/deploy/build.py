@@ -2,21 +2,25 @@
 
     deploy(model, batch, mesh=..., loss_fn=...) -> DeploymentPlan
 
-One forward and backward shows which modules read whose outputs. Then every module is timed alone, forward and backward,
-with the samples that a device of each size of group would have, on all ranks at the same time; the slowest rank counts.
-The code between the modules runs on every rank with the whole batch. The first rank plans, and all ranks get its plan.
+    trace_step(model, batch, loss_fn, names) -> Trace       which modules read whose outputs
+    measure(pieces_of(...), group, device) -> times         of every module, forward and backward
+    work_of(model, trace, times, cluster, ...) -> StepWork  what the planner gets
+
+Every module is timed alone, with the samples that a device of each size of group would have, on all ranks at the same
+time; the slowest rank counts. The code between the modules runs on every rank with the whole batch. The first rank
+plans, and all ranks get its plan.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,22 +28,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apollo_compile.cost_model.collectives import Link, send_seconds
+from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.json_form import from_json, to_json
-from apollo_compile.passes.deploy import Call, CallTime, Cluster, Deployment, ModuleState, StepWork, plan_deployment
+from apollo_compile.passes.deploy import (
+    REST,
+    Call,
+    Cluster,
+    Deployment,
+    ModuleState,
+    StepWork,
+    group_sizes,
+    plan_deployment,
+)
 from apollo_compile.torch_bridge.stopwatch import Stopwatch
 from apollo_compile.torch_bridge.trees import leaves_of, map_tensors
-from apollo_compile.units import seconds_to_ns
-
-REST = "code between the modules"
-"""Name of what runs on every rank: the model's own code, small modules and the loss."""
 
 LEAST_SHARE = 0.02
-"""Share of the time of all modules below which a module stays with the code between them."""
+"""Share of the time of all modules below which a child of the model stays with the code between them."""
 
-WARM_UPS, LEAST, MOST, BUDGET_NS = 2, 5, 25, 200_000_000
+WARM_UPS, LEAST, MOST, BUDGET_S = 2, 5, 25, 0.2
 """Calls of a module before it is timed; least and most timed calls, of which the median counts; their time, about."""
 
 WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -69,8 +78,8 @@ def deploy(
         mesh: the devices: a mesh with one dimension, None for all ranks of the job, or a number of devices to simulate
             from times on this one.
         loss_fn: from the model's output to the loss.
-        modules: names of the modules to place; None is the children of the model. Modules with little work stay with
-            the code between them, which every rank runs.
+        modules: names of the modules to place; None is the children of the model but for those with little work, which
+            stay with the code between them, which every rank runs.
         memory: bytes of each device for parameters, gradients, optimizer and activations; None is no limit.
         optimizer_states: tensors that the optimizer keeps per parameter, in its type.
         link: link between devices; None measures it on the mesh.
@@ -86,18 +95,27 @@ def deploy(
         raise DeploymentError("a simulation on a number of devices needs a link: pass link=Link(latency, bandwidth)")
     names = _names_of(model, modules)
     with _unchanged(model):
-        trace = _trace(model, batch, loss_fn, names)
-        watch = _Watch(group, trace.device)
-        times = watch.measure(_pieces_of(model, batch, loss_fn, trace, size, optimizer_states))
-        plan: list[Any] = [None]
+        trace = trace_step(model, batch, loss_fn, names)
+        device = trace.device
+        pieces = pieces_of(model, batch, loss_fn, trace, size, optimizer_states)
+        times = measure(pieces, group, device)
         if link is None:
-            link = _measure_link(group, trace.device) if size > 1 else Link(0.0, 1.0)
+            link = _measure_link(group, device) if size > 1 else Link(0.0, 1.0)
+        is_cuda = device.type == "cuda"
+        cluster = Cluster(
+            devices=size,
+            units=torch.cuda.get_device_properties(device).multi_processor_count
+            if is_cuda
+            else torch.get_num_threads(),
+            memory_bytes=memory,
+            link=link,
+            is_measured=not isinstance(mesh, int),
+        )
+        plan: list[Any] = [None]
         if group is None or dist.get_rank(group) == 0:
-            cluster = Cluster(
-                devices=size, units=watch.units, memory_bytes=memory, link=link, is_measured=not isinstance(mesh, int)
-            )
             try:
-                work = _to_work(model, trace, times, cluster, optimizer_states)
+                least_share = LEAST_SHARE if modules is None else 0.0
+                work = work_of(model, trace, times, cluster, optimizer_states, least_share=least_share)
                 plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
             except ApolloError as error:
                 plan = [error]
@@ -111,17 +129,16 @@ def deploy(
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and random numbers in the end."""
-    grads = [(each, each.grad) for each in model.parameters()]
-    buffers = [(each, each.clone()) for each in model.buffers()]
+    grads = [each.grad for each in model.parameters()]
+    buffers = [each.clone() for each in model.buffers()]
     with torch.random.fork_rng():
         try:
             yield
         finally:
-            for parameter, grad in grads:
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
                 parameter.grad = grad
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.detach().copy_(before)
 
 
 def group_of(mesh: DeviceMesh | int | None) -> dist.ProcessGroup | None:
@@ -163,27 +180,26 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
 
 
 class _Traced(torch.Tensor):
-    """A tensor that knows which outputs of calls it comes from, and tells them when it is read."""
+    """A tensor that knows which calls it comes from."""
 
-    sources: frozenset[tuple[str, int]]
-    read: set[tuple[str, int]]
+    sources: frozenset[str]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function, and mark its results."""
-        inputs = [each for each in leaves_of((args, kwargs or {})) if isinstance(each, _Traced)]
+        sources = _sources_of((args, kwargs))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        sources = frozenset().union(*(getattr(each, "sources", frozenset()) for each in inputs))
-        for each in inputs:
-            if hasattr(each, "read"):
-                each.read.update(sources)
         for each in leaves_of(result):
             if isinstance(each, _Traced):
                 each.sources = sources
-                each.read = next((other.read for other in inputs if hasattr(other, "read")), set())
         return result
+
+
+def _sources_of(tree: Any) -> frozenset[str]:
+    """Return the calls that the tensors of a tree come from."""
+    return frozenset().union(*(getattr(each, "sources", ()) for each in _tensors(tree)))
 
 
 @dataclass(eq=False, slots=True)
@@ -198,84 +214,79 @@ class _Record:
     inputs: tuple[str, ...]
     outputs: list[torch.Tensor]
     """Detached tensors of its output."""
+    saved_bytes: int
+    """Bytes that its backward keeps."""
 
 
 @dataclass(slots=True)
-class _Trace:
+class Trace:
+    """The calls of modules in a step."""
+
+    samples: int
+    device: torch.device
     calls: list[_Record] = field(default_factory=list)
-    read: set[tuple[str, int]] = field(default_factory=set)
-    """Outputs that were used: call and index of the tensor."""
-    samples: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-def _plain(tree: Any) -> Any:
-    return map_tensors(lambda each: each.as_subclass(torch.Tensor) if isinstance(each, _Traced) else each, tree)
-
-
-def _trace(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> _Trace:
+def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> Trace:
     """Run the forward and the loss once, and record the calls of modules."""
-    trace = _Trace()
-    tensors = [each for each in leaves_of(batch) if isinstance(each, torch.Tensor) and each.dim()]
+    tensors = [each for each in _tensors(batch) if each.dim()]
     if not tensors:
         raise DeploymentError("the batch has no tensor with samples")
-    trace.samples, trace.device = tensors[0].shape[0], tensors[0].device
-    counts: Counter[str] = Counter()
-    originals = []
-
-    def wrap(name: str, module: nn.Module) -> None:
-        original = module.forward
-        originals.append((module, "forward" in module.__dict__, original))
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call = f"{name}#{counts[name]}" if counts[name] else name
-            counts[name] += 1
-            sources: set[tuple[str, int]] = set()
-            for each in leaves_of((args, kwargs)):
-                if isinstance(each, _Traced):
-                    sources |= each.sources
-            trace.read.update(sources)
-            plain_args, plain_kwargs = _plain(args), _plain(kwargs)
-            output = original(*plain_args, **plain_kwargs)
-            found = [each for each in leaves_of(output) if isinstance(each, torch.Tensor)]
-            detached_args, detached_kwargs = map_tensors(_leaf_like, (plain_args, plain_kwargs))
-            record = _Record(
-                call,
-                name,
-                module,
-                detached_args,
-                detached_kwargs,
-                tuple(dict.fromkeys(source for source, _ in sorted(sources, key=lambda each: order[each[0]]))),
-                [each.detach() for each in found],
-            )
-            order[call] = len(trace.calls)
-            trace.calls.append(record)
-            numbers = iter(range(len(found)))
-
-            def mark(tensor: torch.Tensor) -> torch.Tensor:
-                marked = tensor.as_subclass(_Traced)
-                marked.sources, marked.read = frozenset({(call, next(numbers))}), trace.read
-                return marked
-
-            return map_tensors(mark, output)
-
-        module.forward = forward
-
-    order: dict[str, int] = {}
-    for name in names:
-        wrap(name, model.get_submodule(name))
+    trace = Trace(samples=tensors[0].shape[0], device=tensors[0].device)
+    modules = {name: model.get_submodule(name) for name in names}
+    own = {name: vars(module).get("forward") for name, module in modules.items()}
+    for name, module in modules.items():
+        module.forward = functools.partial(_record, trace, name, module, module.forward)
     try:
-        loss = loss_fn(_call(model, batch))
-        for each in leaves_of(loss):
-            if isinstance(each, _Traced):
-                trace.read.update(each.sources)
+        loss_fn(_call(model, batch))
     finally:
-        for module, had_own, original in originals:
-            if had_own:
-                module.forward = original
-            else:
-                del module.forward
+        for name, module in modules.items():
+            del module.forward
+            if (before := own[name]) is not None:
+                module.forward = before
     return trace
+
+
+def _record(trace: Trace, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward, and add the call to the trace."""
+    count = sum(call.module_name == name for call in trace.calls)
+    sources = _sources_of((args, kwargs))
+    args, kwargs = map_tensors(lambda each: each.as_subclass(torch.Tensor), (args, kwargs))
+    kept: dict[int, int] = {}
+    """Bytes by storage."""
+    parameters = {each.untyped_storage().data_ptr() for each in module.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward(*args, **kwargs)
+    own_args, own_kwargs = map_tensors(_leaf_like, (args, kwargs))
+    record = _Record(
+        name=f"{name}#{count}" if count else name,
+        module_name=name,
+        module=module,
+        args=own_args,
+        kwargs=own_kwargs,
+        inputs=tuple(call.name for call in trace.calls if call.name in sources),
+        outputs=[each.detach() for each in _tensors(output)],
+        saved_bytes=sum(kept.values()),
+    )
+    trace.calls.append(record)
+
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        marked = tensor.as_subclass(_Traced)
+        marked.sources = frozenset({record.name})
+        return marked
+
+    return map_tensors(mark, output)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [each for each in leaves_of(tree) if isinstance(each, torch.Tensor)]
 
 
 def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -291,7 +302,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- times
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Work to time: a forward, and the backward of what it returns."""
 
     work: Callable[[], Any]
@@ -300,88 +311,29 @@ class _Piece(NamedTuple):
     """Whether a rank would run it alone; else the slowest rank of every repetition counts."""
 
 
-class _Watch:
-    """Times work on all ranks at once.
-
-    Arguments:
-        group: the ranks; None is this process alone.
-        device: device of this rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._stopwatch = Stopwatch(device)
-        is_cuda = device.type == "cuda"
-        self.units = (
-            torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else torch.get_num_threads()
-        )
-
-    def measure(self, pieces: Mapping[Hashable, _Piece]) -> dict[Hashable, tuple[int, int]]:
-        """Return median nanoseconds of forward and backward of every piece; they take turns, so that noise is fair."""
-        repeats = {}
-        for key, piece in pieces.items():
-            for _ in range(WARM_UPS):
-                self._once(key, piece)
-            last = sum(ns for _, ns in self._stopwatch.read()[-2:])
-            repeats[key] = min(max(round(BUDGET_NS / max(1.0, self._slowest([last]).item())), LEAST), MOST)
-        for turn in range(max(repeats.values())):
-            for key, piece in pieces.items():
-                if turn < repeats[key]:
-                    self._once(key, piece)
-        spans: dict[Hashable, list[int]] = {key: [] for key in pieces}
-        for found, ns in self._stopwatch.read():
-            spans[found].append(ns)
-        medians = {}
-        for key, piece in pieces.items():
-            both = []
-            for own in (spans[key][::2], spans[key][1::2]):
-                slowest = self._slowest([statistics.median(own)] if piece.is_alone else own)
-                both.append(round(slowest.median().item()))
-            medians[key] = (both[0], both[1])
-        return medians
-
-    def _once(self, key: Hashable, piece: _Piece) -> None:
-        """Time one forward and backward; all ranks begin together."""
-        if self._group is not None:
-            dist.barrier(group=self._group)
-        self._stopwatch.begin()
-        outputs = [each for each in leaves_of(piece.work()) if isinstance(each, torch.Tensor) and each.requires_grad]
-        self._stopwatch.end(key)
-        grads = [torch.ones_like(each) for each in outputs]
-        for parameter in piece.parameters:
-            parameter.grad = None
-        self._stopwatch.begin()
-        if outputs:
-            torch.autograd.backward(outputs, grads)
-        self._stopwatch.end(key)
-
-    def _slowest(self, values: Sequence[float]) -> torch.Tensor:
-        """Return the largest value of all ranks, by element."""
-        found = torch.tensor(values, dtype=torch.float64, device=self._device)
-        if self._group is not None:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        return found
+Times = Mapping[Hashable, tuple[int, int]]
+"""Nanoseconds of forward and backward: of `REST`, the whole step; of (call, devices); of ("update", module)."""
 
 
-def _pieces_of(
+def pieces_of(
     model: nn.Module,
     batch: Any,
     loss_fn: Callable[[Any], torch.Tensor],
-    trace: _Trace,
+    trace: Trace,
     size: int,
     optimizer_states: int,
-) -> dict[Hashable, _Piece]:
+) -> dict[Hashable, Piece]:
     """Return what is timed: the step, calls by name and number of devices that divide the samples, updates."""
-    pieces: dict[Hashable, _Piece] = {
-        REST: _Piece(lambda: loss_fn(_call(model, batch)), tuple(model.parameters()), is_alone=True)
+    pieces: dict[Hashable, Piece] = {
+        REST: Piece(lambda: loss_fn(_call(model, batch)), tuple(model.parameters()), is_alone=True)
     }
     for record in trace.calls:
-        pieces["update", record.module_name] = _Piece(_update_of(record.module, optimizer_states), (), is_alone=True)
-        for devices in sorted({*(1 << power for power in range(size.bit_length()) if 1 << power <= size), size}):
+        pieces["update", record.module_name] = Piece(_update_of(record.module, optimizer_states), (), is_alone=True)
+        for devices in group_sizes(size):
             if devices == 1 or _is_divisible(record, trace.samples, devices):
                 args, kwargs = _first_part((record.args, record.kwargs), trace.samples, devices)
-                work = partial(record.module, *args, **kwargs)
-                pieces[record.name, devices] = _Piece(work, tuple(record.module.parameters()), is_alone=devices == 1)
+                work = functools.partial(record.module, *args, **kwargs)
+                pieces[record.name, devices] = Piece(work, tuple(record.module.parameters()), is_alone=devices == 1)
     return pieces
 
 
@@ -399,26 +351,62 @@ def _update_of(module: nn.Module, optimizer_states: int) -> Callable[[], Any]:
 
 def _is_divisible(record: _Record, samples: int, devices: int) -> bool:
     """Return whether samples of a call can be on several devices, with the same result."""
-    has_statistics = any(isinstance(each, WITH_STATISTICS) for each in record.module.modules())
-    first = next((each for each in leaves_of((record.args, record.kwargs)) if isinstance(each, torch.Tensor)), None)
-    is_per_sample = all(each.dim() and each.shape[0] == samples for each in record.outputs)
+    inputs = _tensors((record.args, record.kwargs))
     return (
-        not has_statistics
-        and samples % devices == 0
-        and first is not None
-        and first.dim() > 0
-        and first.shape[0] == samples
-        and is_per_sample
+        samples % devices == 0
+        and not any(isinstance(each, WITH_STATISTICS) for each in record.module.modules())
+        and all(each.shape[:1] == (samples,) for each in (*inputs[:1], *record.outputs))
+        and bool(inputs)
     )
 
 
 def _first_part(tree: Any, samples: int, devices: int) -> Any:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim() or tensor.shape[0] != samples:
+        if tensor.shape[:1] != (samples,):
             return tensor
-        return _leaf_like(tensor[: samples // devices].detach().requires_grad_(tensor.requires_grad))
+        return tensor[: samples // devices].detach().requires_grad_(tensor.requires_grad)
 
     return map_tensors(cut, tree)
+
+
+def measure(pieces: Mapping[Hashable, Piece], group: dist.ProcessGroup | None, device: torch.device) -> Times:
+    """Return the median times of pieces, on all ranks of a group at once; they take turns, so that noise is fair."""
+    watch = Stopwatch(device)
+
+    def slowest(values: Sequence[float]) -> torch.Tensor:
+        found = torch.tensor(values, dtype=torch.float64, device=device)
+        if group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return found
+
+    for turn in range(WARM_UPS + MOST):
+        if turn == WARM_UPS:
+            watch.clear()
+            begin = time.monotonic()
+        elif turn >= WARM_UPS + LEAST and slowest([time.monotonic() - begin]).item() > BUDGET_S * len(pieces):
+            break
+        for key, piece in pieces.items():
+            for parameter in piece.parameters:
+                parameter.grad = None
+            if group is not None:
+                dist.barrier(group=group)
+            watch.begin()
+            outputs = [each for each in _tensors(piece.work()) if each.requires_grad]
+            watch.end((key, "forward"))
+            grads = [torch.ones_like(each) for each in outputs]
+            watch.begin()
+            if outputs:
+                torch.autograd.backward(outputs, grads)
+            watch.end((key, "backward"))
+    spans = defaultdict(list)
+    for found, ns in watch.read():
+        spans[found].append(ns)
+
+    def median(key: Hashable, kind: str) -> int:
+        own = spans[key, kind]
+        return round(slowest([statistics.median(own)] if pieces[key].is_alone else own).median().item())
+
+    return {key: (median(key, "forward"), median(key, "backward")) for key in pieces}
 
 
 def _measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
@@ -435,131 +423,76 @@ def _measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link
             spans[index] = time.perf_counter() - begin
         dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=group)
         times.append(spans[WARM_UPS:].mean().item())  # a step waits for many of them: their sum counts
-    rounds = 2 * (dist.get_world_size(group) - 1)
+    size = dist.get_world_size(group)
+    rounds = 2 * (size - 1)
     per_byte = max(times[1] - times[0], 1e-9) / (MESSAGES[1] - MESSAGES[0])
-    return Link(times[0] / rounds, rounds / dist.get_world_size(group) / per_byte)
+    return Link(times[0] / rounds, rounds / size / per_byte)
 
 
 # ---------------------------------------------------------------------------------------------------------------- work
 
 
-def _to_work(
-    model: nn.Module,
-    trace: _Trace,
-    measured: Mapping[Hashable, tuple[int, int]],
-    cluster: Cluster,
-    optimizer_states: int,
+def work_of(
+    model: nn.Module, trace: Trace, times: Times, cluster: Cluster, optimizer_states: int, *, least_share: float
 ) -> StepWork:
-    """Return the work of the planner, with the code between the modules as the last call."""
-    sizes = {call.name: [n for n in cluster.sizes if (call.name, n) in measured] for call in trace.calls}
-    times = {
-        name: [
-            CallTime(devices=n, units=cluster.units, forward_ns=measured[name, n][0], backward_ns=measured[name, n][1])
-            for n in own
-        ]
-        for name, own in sizes.items()
-    }
-    alone = {name: found[0] for name, found in times.items()}
+    """Return the work of the planner, with the code between the modules as the last call.
+
+    Modules with less than a share of the time of all are part of that code.
+    """
     by_module: Counter[str] = Counter()
     for call in trace.calls:
-        by_module[call.module_name] += alone[call.name].forward_ns + alone[call.name].backward_ns
-    least = LEAST_SHARE * sum(by_module.values())
-    kept = [call for call in trace.calls if by_module[call.module_name] >= least and _used(trace, call)]
+        by_module[call.module_name] += sum(times[call.name, 1])
+    least = least_share * by_module.total()
+    kept = [call for call in trace.calls if by_module[call.module_name] >= least and call.outputs]
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
-    names = {call.name for call in kept}
+    names = [call.name for call in kept]
     read_by: dict[str, tuple[str, ...]] = {}
     """Kept calls that each call reads, also through others."""
     for call in trace.calls:
         found = [(name,) if name in names else read_by[name] for name in call.inputs]
         read_by[call.name] = tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
-    calls = [_to_call(call, trace, times[call.name], read_by[call.name], cluster) for call in kept]
-    rest = [
-        max(0, total - sum(getattr(alone[call.name], f"{kind}_ns") for call in kept))
-        for kind, total in zip(("forward", "backward"), measured[REST], strict=True)
-    ]
-    calls.append(
+    rest = [max(0, times[REST][kind] - sum(times[name, 1][kind] for name in names)) for kind in (0, 1)]
+    between = Call(
+        name=REST,
+        module=REST,
+        inputs=tuple(names),
+        sent_bytes=0,
+        returned_bytes=0,
+        activation_bytes=0,
+        forward_ns=(rest[0],),
+        backward_ns=(rest[1],),
+    )
+    placed = {call.module_name: call.module for call in kept}
+    sizes = {
+        name: [n for n in group_sizes(cluster.devices) if all((c.name, n) in times for c in kept if c.module is module)]
+        for name, module in placed.items()
+    }
+    calls = [
         Call(
-            name=REST,
-            module=REST,
-            inputs=tuple(call.name for call in kept),
-            output_bytes=0,
-            activation_bytes=0,
-            times=(CallTime(devices=cluster.devices, units=cluster.units, forward_ns=rest[0], backward_ns=rest[1]),),
+            name=call.name,
+            module=call.module_name,
+            inputs=read_by[call.name],
+            sent_bytes=sum(each.nbytes for each in call.outputs),
+            returned_bytes=sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad),
+            activation_bytes=call.saved_bytes,
+            forward_ns=tuple(times[call.name, size][0] for size in sizes[call.module_name]),
+            backward_ns=tuple(times[call.name, size][1] for size in sizes[call.module_name]),
         )
-    )
-    placed = dict.fromkeys(call.module_name for call in kept)
-    states = [
-        _to_state(name, model.get_submodule(name).parameters(), optimizer_states, measured["update", name][0])
-        for name in placed
+        for call in kept
     ]
-    owned = {id(p) for name in placed for p in model.get_submodule(name).parameters()}
-    left = [p for p in model.parameters() if id(p) not in owned]
-    between = _to_state(REST, left, optimizer_states, 0)
-    states.append(replace(between, gradient_bytes=0))  # equal on all ranks
-    return StepWork(modules=tuple(states), calls=tuple(calls))
 
+    def state(name: str, parameters: Sequence[nn.Parameter], own: Sequence[int]) -> ModuleState:
+        trained = sum(each.nbytes for each in parameters if each.requires_grad)
+        return ModuleState(
+            name=name,
+            groups=tuple((size, cluster.units) for size in own),
+            state_bytes=sum(each.nbytes for each in parameters) + (1 + optimizer_states) * trained,
+            gradient_bytes=0 if name == REST else trained,  # of the rest, they are equal on all ranks
+            update_ns=0 if name == REST else times["update", name][0],
+        )
 
-def _used(trace: _Trace, call: _Record) -> tuple[int, ...]:
-    return tuple(index for index in range(len(call.outputs)) if (call.name, index) in trace.read)
-
-
-def _to_call(
-    call: _Record, trace: _Trace, times: Sequence[CallTime], inputs: tuple[str, ...], cluster: Cluster
-) -> Call:
-    """Return a call whose times include the transfer of its outputs, and of gradients of inputs, to all ranks."""
-    used = _used(trace, call)
-    sent = sum(call.outputs[index].nbytes for index in used)
-    tensors = [each for each in leaves_of((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
-    returned = sum(each.nbytes for each in tensors if each.requires_grad)
-
-    def transfer_ns(num_bytes: int, parts: int) -> int:
-        if not num_bytes or cluster.devices == 1:
-            return 0
-        return seconds_to_ns(parts * send_seconds(num_bytes / parts, cluster.link))
-
-    return Call(
-        name=call.name,
-        module=call.module_name,
-        inputs=inputs,
-        output_bytes=0,
-        activation_bytes=_activations(call),
-        outputs=used,
-        times=tuple(
-            CallTime(
-                devices=each.devices,
-                units=each.units,
-                forward_ns=each.forward_ns + transfer_ns(sent, each.devices),
-                backward_ns=each.backward_ns + transfer_ns(returned, each.devices),
-            )
-            for each in times
-        ),
-    )
-
-
-def _activations(call: _Record) -> int:
-    """Return the bytes that the backward of a call keeps."""
-    kept: dict[int, int] = {}
-    parameters = {p.untyped_storage().data_ptr() for p in call.module.parameters()}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = call.module(*call.args, **call.kwargs)
-    del output
-    return sum(kept.values())
-
-
-def _to_state(name: str, parameters: Iterable[nn.Parameter], optimizer_states: int, update_ns: int) -> ModuleState:
-    own = list(parameters)
-    trained = sum(each.nbytes for each in own if each.requires_grad)
-    return ModuleState(
-        name=name,
-        state_bytes=sum(each.nbytes for each in own) + (1 + optimizer_states) * trained,
-        gradient_bytes=trained,
-        update_ns=update_ns,
-    )
+    owned = {id(each) for module in placed.values() for each in module.parameters()}
+    left = [each for each in model.parameters() if id(each) not in owned]
+    states = [state(name, list(module.parameters()), sizes[name]) for name, module in placed.items()]
+    return StepWork(modules=(*states, state(REST, left, [cluster.devices])), calls=(*calls, between))

@@ -1,25 +1,32 @@
 """Deployment plans for users: print, draw, edit, save, compare, apply.
 
-str(plan);  plan.to_svg();  plan.to_dot();  plan.move("text", first=1, devices=1);  plan.save(path)
+str(plan);  plan.to_svg();  plan.move("text", first=1, devices=1);  plan.save(path)
 DeploymentPlan.load(path);  plan.diff(other);  plan.apply(model, mesh);  plan.full_state_dict(model)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apollo_compile.distributed.deploy.picture import render_dot, render_svg
-from apollo_compile.distributed.deploy.text import format_deployment, format_difference
+from tabulate import tabulate
+
+from apollo_compile.distributed.deploy.picture import render_svg
 from apollo_compile.errors import DeploymentError, PlanFileError
+from apollo_compile.ir.text import format_count
 from apollo_compile.passes.deploy import Deployment, deploy_on
 from apollo_compile.store.files import FileFormat
+from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+
+KINDS = ("forward", "backward", "sum")
+"""Kinds of bars."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +45,34 @@ class DeploymentPlan:
 
     def __str__(self) -> str:
         """Return the plan as a table, with its baselines."""
-        return format_deployment(self.deployment)
+        found, cluster = self.deployment, self.deployment.cluster
+        spent: Counter[tuple[str, str]] = Counter()
+        for bar in found.bars:
+            spent[bar.module, bar.kind] += bar.end_ns - bar.start_ns
+        rows = [
+            (
+                group.module,
+                str(group),
+                f"{group.units} of {cluster.units}",
+                *(format_ns(spent[group.module, kind]) if spent[group.module, kind] else "" for kind in KINDS),
+                format_bytes(module.state_bytes),
+            )
+            for group, module in zip(found.groups, found.work.modules, strict=True)
+        ]
+        headers = ("module", "runs on", "units", "forward", "backward", "sum, update", "state")
+        limit = "" if cluster.memory_bytes is None else f" of {format_bytes(cluster.memory_bytes)}"
+        lines = [
+            f"deployment on {format_count(cluster.devices, 'device')} of {format_count(cluster.units, 'unit')}, "
+            f"{'times measured' if cluster.is_measured else 'simulated'}: a step is predicted to take "
+            f"{format_ns(found.step_ns)}, at most {found.gap:.1%} above the best possible",
+            tabulate(rows, headers, colalign=("left", "left", *["right"] * 5), disable_numparse=True),
+            f"most memory of a device: {format_bytes(max(found.memory_bytes))}{limit}",
+        ]
+        for baseline in found.baselines:
+            ratio = baseline.step_ns / found.step_ns if found.step_ns else 1.0
+            memory = "" if baseline.keeps_memory else ", which exceeds the memory"
+            lines.append(f"{baseline.name}: {format_ns(baseline.step_ns)}, {ratio:.2f} times as long{memory}")
+        return "\n".join(lines)
 
     def move(self, module: str, *, first: int, devices: int, units: int | None = None) -> DeploymentPlan:
         """Return the plan with another group for a module, and the step that it predicts.
@@ -88,15 +122,23 @@ class DeploymentPlan:
 
     def diff(self, other: DeploymentPlan) -> str:
         """Return what differs in another plan: groups, step and memory."""
-        return format_difference(self.deployment, other.deployment)
+        one, two = self.deployment, other.deployment
+        old, new = (
+            {group.module: f"{group} with {format_count(group.units, 'unit')}" for group in plan.groups}
+            for plan in (one, two)
+        )
+        lines = [
+            f"{name}: {old.get(name, 'nowhere')} -> {new.get(name, 'nowhere')}"
+            for name in {**old, **new}
+            if old.get(name) != new.get(name)
+        ] or ["the same groups"]
+        memory = (format_bytes(max(plan.memory_bytes)) for plan in (one, two))
+        lines.append(f"step: {format_ns(one.step_ns)} -> {format_ns(two.step_ns)}")
+        return "\n".join([*lines, f"most memory of a device: {' -> '.join(memory)}"])
 
     def to_svg(self) -> str:
         """Return a picture of the predicted step: devices as rows, time from left to right."""
         return render_svg(self.deployment)
-
-    def to_dot(self) -> str:
-        """Return the calls for Graphviz, each with its group."""
-        return render_dot(self.deployment)
 
     def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
         """Let the modules of a model run on their groups, and return the model; all ranks call it before training.

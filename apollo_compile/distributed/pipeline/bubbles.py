@@ -1,7 +1,6 @@
-"""Free time of the devices of a pipeline: before, between, after and inside its operations.
+"""Free time of the devices of a pipeline: before, between and after its operations.
 
     PipelineTimeline(simulate(...), ...).walk(rank, ...) -> free intervals
-    delay_forwards(bars, ...) -> bars
 
 Only pauses move the pipeline's operations: a pause delays all operations that start at its time or later by its
 duration. It breaks no dependency, since operations keep their order, and opens a bubble of that length on every rank.
@@ -15,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from apollo_compile.distributed.pipeline.simulate import end_of
-from apollo_compile.distributed.pipeline.values import Bar, Gaps, Kind, Op, Pause, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Bar, Kind, Op, Pause, Schedule, StageTimes
 
 FOREVER = 2**62
 """End of unlimited free time."""
@@ -38,12 +37,10 @@ class PipelineTimeline:
         """Duration of a step without pauses."""
         self._starts: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         self._durations: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
-        self._gaps: list[list[Gaps]] = [[] for _ in range(schedule.num_ranks)]
         self._start_of: dict[Op, int] = {}
         for bar in self._plain:
             self._starts[bar.device].append(bar.start_ns)
             self._durations[bar.device].append(bar.end_ns - bar.start_ns)
-            self._gaps[bar.device].append(times.gaps(bar.op))
             self._start_of[bar.op] = bar.start_ns
         self._times: list[int] = []
         self._delays = [0]
@@ -117,42 +114,20 @@ class PipelineTimeline:
             stop: index of the operation before which free time is unlimited: operations from it on may pause.
             least_ns: least length of free time to yield.
         """
-        starts, durations, gaps = self._starts[rank], self._durations[rank], self._gaps[rank]
+        starts, durations = self._starts[rank], self._durations[rank]
         begin = self.shifted(starts[index - 1]) + durations[index - 1] if index else 0
         begin = max(begin, from_ns)
         while index < stop:
             start = self.shifted(starts[index])
             if start - begin >= least_ns:
                 yield index, begin, start
-            end = start + durations[index]
-            count, length = gaps[index].count, gaps[index].duration_ns
-            for number in range(count if length >= least_ns else 0):
-                gap = start + (number + 1) * (durations[index] - count * length) // count + number * length
-                if gap + length - begin >= least_ns:
-                    yield index, max(begin, gap), gap + length
-            begin = max(begin, end)
+            begin = max(begin, start + durations[index])
             index += 1
         yield index, begin, FOREVER
 
 
-def delay_forwards(bars: Sequence[Bar], schedule: Schedule, times: StageTimes) -> tuple[Bar, ...]:
-    """Return the bars with every forward as late as backwards and order allow; backwards do not move."""
-    start_of = {bar.op: bar.start_ns for bar in bars}
-    next_of = {op: later for order in schedule.orders for op, later in itertools.pairwise(order)}
-    for bar in sorted(bars, key=lambda bar: bar.start_ns, reverse=True):
-        if bar.op.kind is Kind.FORWARD:
-            limits = [start_of[next_of[bar.op]]] if bar.op in next_of else [bar.end_ns]
-            reader = bar.op._replace(stage=bar.op.stage + 1)
-            if reader in start_of:
-                limits.append(start_of[reader] - (times.transfer_ns if schedule.num_ranks > 1 else 0))
-            start_of[bar.op] = max(bar.start_ns, min(limits) - (bar.end_ns - bar.start_ns))
-    return tuple(
-        bar._replace(start_ns=(start := start_of[bar.op]), end_ns=start + bar.end_ns - bar.start_ns) for bar in bars
-    )
-
-
 def bubbles_of(bars: Sequence[Bar], num_devices: int, num_ranks: int, end_ns: int) -> list[list[tuple[int, int]]]:
-    """Return, by device, the idle intervals of a step, without gaps inside operations."""
+    """Return, by device, the idle intervals of a step."""
     found = []
     for device in range(num_devices):
         own = [b for b in bars if (b.device == device if b.op.is_encoder else b.device == device % num_ranks)]

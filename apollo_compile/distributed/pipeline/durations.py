@@ -92,7 +92,7 @@ class StepPlan:
     replica_of: tuple[tuple[int, ...], ...]
     """By encoder and micro-batch, the rank that computes it."""
     prediction: StepPrediction | None
-    """Prediction; None if durations are guessed or the orders were given."""
+    """Prediction; None if durations are guessed."""
 
 
 def plan_step(

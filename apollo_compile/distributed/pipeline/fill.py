@@ -15,8 +15,7 @@ is later than (1) allows, in a pause of the pipeline just before F_i, of the lea
 gives the earliest possible ends, sorted, on every replica; a pause as late as possible comes after all bubbles before
 it are used. A replica at its limit (5) first runs its oldest backward. All other backwards follow in the order of B_i,
 in free time, if necessary after the pipeline's end. Then single micro-batches move from the replica that ends last to
-another one, as long as the step gets shorter. This is done for two timelines of the pipeline, with forwards as early
-and as late as its length allows: late forwards give encoders more time. If COARSE is shorter, it is the plan.
+another one, as long as the step gets shorter. If COARSE is shorter, it is the plan.
 
 COARSE places colocated encoders without bubbles: forwards before a rank's first operation, backwards after its last
 one, one pause at the start.
@@ -33,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from apollo_compile.distributed.pipeline.bubbles import PipelineTimeline, delay_forwards
+from apollo_compile.distributed.pipeline.bubbles import PipelineTimeline
 from apollo_compile.distributed.pipeline.simulate import simulate, stages_of
 from apollo_compile.distributed.pipeline.values import (
     Bar,
@@ -70,13 +69,10 @@ def fill(
     """
     for encoder in encoders:
         _require_fitting(encoder, schedule)
-    early, late = _timelines(schedule, times)
-    ways = [(Filling.COARSE, early)]
-    if filling is Filling.FINE:
-        ways = [(filling, early), (filling, late), *ways]
+    line = _timeline(schedule, times)
     found: list[_Filler] = []
     failure: PipelinePlanError | None = None
-    for way, line in ways:
+    for way in dict.fromkeys((filling, Filling.COARSE)):
         problem = _Problem(schedule=schedule, times=times, encoders=tuple(encoders), filling=way, line=line)
         try:
             found.append(_improve(problem, _Filler(problem, None), max_moves))
@@ -88,11 +84,9 @@ def fill(
 
 
 @functools.lru_cache(maxsize=1)
-def _timelines(schedule: Schedule, times: StageTimes) -> tuple[PipelineTimeline, PipelineTimeline]:
-    """Return the pipeline with early and with late forwards, cached for repeated fills of one pipeline."""
-    plain = simulate(schedule, times)
-    delayed = delay_forwards(plain, schedule, times)
-    return PipelineTimeline(plain, schedule, times), PipelineTimeline(delayed, schedule, times)
+def _timeline(schedule: Schedule, times: StageTimes) -> PipelineTimeline:
+    """Return the pipeline without encoders, cached for repeated fills of one pipeline."""
+    return PipelineTimeline(simulate(schedule, times), schedule, times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ bubbles; plans are compared by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from apollo_compile.distributed.pipeline.values import Bar, Encoder, FilledPlan, Kind, Op, Schedule, StageTimes
 from apollo_compile.errors import PipelinePlanError
@@ -61,35 +61,15 @@ def simulate(
                     has_moved = True
                     continue
                 break
-    heads = {device: row[position[device]] for device, row in enumerate(rows) if position[device] < len(row)}
-    if heads:
-        place = {op: device for device, row in enumerate(rows) for op in row}
-        device, op, missing = _find_culprit(
-            heads, place, {op: [o for o in inputs_of(op, last, encoders) if o not in ends] for op in heads.values()}
-        )
-        where = f"which device {place[missing]} runs too late" if missing in place else "which no device runs"
-        raise PipelinePlanError(
-            f"the order of device {device} cannot run: micro-batch {op.microbatch} stops at {op}, which needs "
-            f"{missing}, {where}; run {missing} before it"
-        )
+    for device, row in enumerate(rows):
+        if position[device] < len(row):
+            op = row[position[device]]
+            missing = next(other for other in inputs_of(op, last, encoders) if other not in ends)
+            raise PipelinePlanError(
+                f"the order of device {device} cannot run: it stops at {op}, which needs {missing}, which has not run "
+                f"by then; run {missing} before it"
+            )
     return tuple(bar for row in bars for bar in row)
-
-
-def _find_culprit(
-    heads: Mapping[int, Op], place: Mapping[Op, int], missing: Mapping[Op, Sequence[Op]]
-) -> tuple[int, Op, Op]:
-    """Return the device, operation and input at the end of the chain of waits."""
-    device, chain = min(heads), list[tuple[int, Op, Op]]()
-    while device not in (seen := [waiting for waiting, _, _ in chain]):
-        op = heads[device]
-        needed = missing[op][0]
-        chain.append((device, op, needed))
-        if needed not in place:
-            return chain[-1]
-        device = place[needed]
-    cycle = chain[seen.index(device) :]
-    # In a cycle through an encoder, the position of the encoder's operation is wrong.
-    return next((link for link in cycle if link[2].is_encoder), cycle[-1])
 
 
 def inputs_of(op: Op, last_stage: int, encoders: Sequence[Encoder]) -> Iterator[Op]:
@@ -142,27 +122,10 @@ def end_of(bars: Sequence[Bar], times: StageTimes) -> int:
 
 
 def orders_of(plan: FilledPlan) -> tuple[tuple[Op, ...], ...]:
-    """Return the operations of every device of a plan in the order in which they start.
-
-    Raises:
-        PipelinePlanError: encoder work runs inside an operation of the pipeline, which an order cannot express.
-    """
+    """Return the operations of every device of a plan in the order in which they start."""
     rows: list[list[Op]] = [[] for _ in range(plan.num_devices)]
-    end = [0] * plan.num_devices
-    by_device: Mapping[int, list[Bar]] = {device: [] for device in range(plan.num_devices)}
-    for bar in plan.bars:
+    for bar in sorted(plan.bars, key=lambda bar: (bar.start_ns, bar.end_ns)):
         columns = [bar.device] if bar.op.is_encoder else range(bar.device, plan.num_devices, plan.schedule.num_ranks)
         for device in columns:
-            by_device[device].append(bar)
-    for device, bars in by_device.items():
-        for bar in sorted(bars, key=lambda bar: (bar.start_ns, bar.end_ns)):
-            if bar.start_ns < end[device]:
-                raise PipelinePlanError(
-                    f"device {device} runs {bar.op} at {bar.start_ns} ns, inside another operation; "
-                    "plan without gaps (forward_gaps, backward_gaps) to get an order"
-                )
-            end[device] = bar.end_ns
-            first = bar.op.segment
-            segments = range(first, first + bar.num_segments)
-            rows[device] += [bar.op._replace(segment=segment) for segment in segments]
+            rows[device] += [bar.op._replace(segment=bar.op.segment + number) for number in range(bar.num_segments)]
     return tuple(map(tuple, rows))

@@ -59,19 +59,11 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gaps:
-    """Idle intervals inside an operation, evenly spaced, in which it waits for collectives of tensor parallelism."""
-
-    count: int = 0
-    duration_ns: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
     """Durations of the stages of a pipeline for one micro-batch."""
 
     forward_ns: tuple[int, ...]
-    """Forward by stage, including gaps."""
+    """Forward by stage."""
     backward_ns: tuple[int, ...]
     transfer_ns: int = 0
     """Transfer of activations, gradients or features between ranks."""
@@ -79,16 +71,10 @@ class StageTimes:
     """Idle time of all devices before the first forward, while data parallelism gathers parameters."""
     trail_ns: int = 0
     """Idle time after the last backward, while data parallelism reduces gradients."""
-    forward_gaps: Gaps = Gaps()
-    backward_gaps: Gaps = Gaps()
 
     def duration_ns(self, op: Op) -> int:
         """Return the duration of an operation of the pipeline."""
         return (self.forward_ns if op.kind is Kind.FORWARD else self.backward_ns)[op.stage]
-
-    def gaps(self, op: Op) -> Gaps:
-        """Return the gaps inside an operation of the pipeline."""
-        return self.forward_gaps if op.kind is Kind.FORWARD else self.backward_gaps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

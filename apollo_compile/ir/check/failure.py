@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.ir.values import SegmentGraph, SegmentId
+from apollo_compile.ir import SegmentGraph, SegmentId
 
 
 def fail(product: str, found: str, where: str) -> NoReturn:

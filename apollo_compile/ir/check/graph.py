@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from apollo_compile.ir.check.failure import at_segment, fail, repeated
-from apollo_compile.ir.check.order import closure
-from apollo_compile.ir.values import (
+from apollo_compile.ir import (
     BufferId,
     Capture,
     NodeId,
@@ -16,6 +14,8 @@ from apollo_compile.ir.values import (
     SegmentGraph,
     SegmentId,
 )
+from apollo_compile.ir.check.failure import at_segment, fail, repeated
+from apollo_compile.ir.check.order import closure
 
 _PLACED = (NodeKind.COMPUTE, NodeKind.PROJECTION, NodeKind.PART)
 """Kinds of nodes that belong to exactly one segment."""

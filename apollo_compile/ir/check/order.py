@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from apollo_compile.ir.values import BufferId, Plan, SegmentGraph, SegmentId, SyncPlan
+from apollo_compile.ir import BufferId, Plan, SegmentGraph, SegmentId, SyncPlan
 
 
 def needed_order(graph: SegmentGraph, plan: Plan) -> list[tuple[SegmentId, SegmentId]]:

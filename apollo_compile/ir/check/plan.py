@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from apollo_compile.ir.check.failure import at_segment, fail
-from apollo_compile.ir.values import (
+from apollo_compile.ir import (
     CostTable,
     Plan,
     SegmentGraph,
     SegmentId,
 )
+from apollo_compile.ir.check.failure import at_segment, fail
 
 
 def check_costs(costs: CostTable, graph: SegmentGraph) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from apollo_compile.ir.check.failure import at_segment, fail, repeated
-from apollo_compile.ir.check.order import closure, direct_order, needed_order, users_of
-from apollo_compile.ir.values import (
+from apollo_compile.ir import (
     BufferId,
     Dependency,
     EventId,
@@ -22,6 +20,8 @@ from apollo_compile.ir.values import (
     SyncPlan,
     Wait,
 )
+from apollo_compile.ir.check.failure import at_segment, fail, repeated
+from apollo_compile.ir.check.order import closure, direct_order, needed_order, users_of
 
 
 def check_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import os
 import random
 import time
 import traceback
@@ -32,8 +31,6 @@ MAX_WARMUP = 3000
 def serve(order: Mapping[str, Any]) -> None:
     """Run a child: answer requests until the parent closes the socket."""
     faulthandler.enable()
-    if order["variant"]["cores"] is not None:  # before torch counts the cores
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["variant"]["cores"]])
     pipe = Connection(order["fd"])
     stepper: Stepper | None = None
     while True:

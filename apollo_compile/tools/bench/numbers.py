@@ -6,9 +6,8 @@ collect(task, cold_s, numbers, times, peaks, ran) -> Measurement
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from apollo_compile.device.cpu.machine import cpu_description
-from apollo_compile.tools.bench.task import ONE_CORE, Task
+from apollo_compile.tools.bench.task import Task
 
 _NUM_RESAMPLES = 2000
 _TINY = 1.2e-38  # the smallest normal float32
@@ -99,9 +98,6 @@ class Measurement:
     cpu: str
     """Model, vendor and features of the CPU."""
     results: tuple[VariantResult, ...]
-    efficiencies: Mapping[str, float] = field(default_factory=dict)
-    """Parallel efficiency of variants: the fastest step on one core, divided by the number of cores and by the
-    variant's step; 1 is perfect scaling. Empty if nothing was measured on one core."""
 
     def by_variant(self) -> dict[str, VariantResult]:
         """Return the results by the name of their variant."""
@@ -196,16 +192,12 @@ def collect(
         )
         for name in names
     )
-    medians = {result.variant: result.summary.median_ns for result in results}
-    alone = [medians.pop(variant.name) for variant in ONE_CORE if variant.name in medians]
-    cores = len(os.sched_getaffinity(0))
     return Measurement(
         task=task,
         baseline=baseline,
         reference=reference,
         cpu=cpu_description(),
         results=results,
-        efficiencies={name: min(alone) / cores / median for name, median in medians.items()} if alone else {},
     )
 
 

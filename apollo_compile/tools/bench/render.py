@@ -44,10 +44,7 @@ def format_measurement(measurement: Measurement) -> str:
     ran = [f"{result.variant}: {', '.join(result.ran)}" for result in measurement.results if result.ran]
     if ran:
         text += f"\nselected variants: {'; '.join(ran)}"
-    if not measurement.efficiencies:
-        return text
-    shares = ", ".join(f"{name} {share:.2f}" for name, share in measurement.efficiencies.items())
-    return f"{text}\nefficiency: fastest step on one core, over the number of cores, over this median: {shares}"
+    return text
 
 
 def _row(measurement: Measurement, result: VariantResult) -> tuple[str, ...]:

@@ -24,8 +24,6 @@ class Variant:
     backend: str | None
     """Backend of `torch.compile`; None is eager."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    cores: int | None = None
-    """Number of cores that its process may use; None means the cores of this process."""
     keeps_memory: bool = False
     """Whether its process gets apollo's allocator settings, which otherwise only `backend="apollo"` has."""
     stepper: str = "apollo_compile.tools.bench.child:Stepper"
@@ -60,18 +58,8 @@ KEPT_MEMORY: tuple[Variant, ...] = (
 )
 """Inductor and eager with apollo's allocator settings, to see how much of a gain is due to kept memory."""
 
-ONE_CORE: tuple[Variant, ...] = (
-    Variant(name="eager-one-core", backend=None, cores=1),
-    Variant(name="inductor-one-core", backend="inductor", cores=1),
-    Variant(name="apollo-one-core", backend="apollo", cores=1),
-)
-"""Variants on one core, for `Measurement.efficiencies`."""
-
 AGAIN: tuple[Variant, ...] = (Variant(name="inductor-again", backend="inductor"),)
 """Inductor's default again, to see how much two processes with the same code differ."""
-
-LIBRARIES: tuple[Variant, ...] = (Variant(name="apollo-blas", backend="apollo", options={"runtime.onednn": False}),)
-"""apollo with all matmuls in BLAS, as in eager and Inductor."""
 
 PLANS: tuple[Variant, ...] = tuple(
     Variant(

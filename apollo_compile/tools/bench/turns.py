@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from apollo_compile.errors import ApolloError
-from apollo_compile.tools.bench.numbers import Measurement, Numbers, collect
+from apollo_compile.tools.bench.numbers import Measurement, collect
 from apollo_compile.tools.bench.task import VARIANTS, Task, Variant
 
 PAUSE_S = 0.01
@@ -38,23 +38,8 @@ Progress = Callable[[str], None]
 class Child(Protocol):
     """A process that runs one variant of a task."""
 
-    def start(self) -> float:
-        """Build the task and take the cold step; return its seconds."""
-
-    def warm_up(self, steps: int) -> int:
-        """Take at least `steps` steps, and more until autotuning has ended; return the number of steps."""
-
-    def run(self, untimed: int, timed: int) -> Sequence[int]:
-        """Take steps; return the nanoseconds of the timed steps."""
-
-    def peak_bytes(self) -> int | None:
-        """Return the largest resident memory since the warm-up."""
-
-    def ran(self) -> Sequence[str]:
-        """Return the distinct variants that apollo runs; empty for other backends."""
-
-    def numbers(self) -> Numbers:
-        """Return the values to compare with the reference; called last."""
+    def ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
+        """Return the answer to a request: the name of a method of the child's `Stepper`, and its arguments."""
 
 
 def measure(
@@ -112,21 +97,22 @@ def measure_children(
     cold_s: dict[str, float] = {}
     for number, (name, child) in enumerate(children.items(), 1):
         tell(f"[{number}/{len(children)}] {name}: building and taking the first step")
-        cold_s[name] = child.start()
+        cold_s[name] = child.ask(("start",), _START_TIMEOUT_S)
         tell(f"[{number}/{len(children)}] {name}: first step took {cold_s[name]:.1f} s")
     for name, child in children.items():
-        tell(f"{name}: warmed up in {child.warm_up(warmup)} steps")
+        tell(f"{name}: warmed up in {child.ask(('warm_up', warmup), _START_TIMEOUT_S)} steps")
         pause(PAUSE_S)
     times: dict[str, list[tuple[int, ...]]] = {name: [] for name in children}
     for number, order in enumerate(turn_orders(tuple(children), rounds), 1):
         tell(f"round {number}/{rounds}")
         for name in order:
-            times[name].append(tuple(children[name].run(1, steps_per_turn)))
+            times[name].append(tuple(children[name].ask(("run", 1, steps_per_turn), _TURN_TIMEOUT_S)))
             pause(PAUSE_S)
-    peaks = {name: child.peak_bytes() for name, child in children.items()}
-    ran = {name: tuple(child.ran()) for name, child in children.items()}
-    numbers = {name: child.numbers() for name, child in children.items()}
-    return collect(task, cold_s, numbers, times, peaks, ran)
+    peaks, ran, numbers = (
+        {name: child.ask((request,), _TURN_TIMEOUT_S) for name, child in children.items()}
+        for request in ("peak_bytes", "ran", "numbers")
+    )
+    return collect(task, cold_s, numbers, times, peaks, {name: tuple(variants) for name, variants in ran.items()})
 
 
 def turn_orders(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
@@ -141,34 +127,6 @@ class ChildProcess:
     def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
         self._name, self._process, self._pipe, self._log = name, process, pipe, log
         self._request: tuple[Any, ...] = ()
-
-    def start(self) -> float:
-        """Build the task and take the cold step; return its seconds."""
-        return float(self.ask(("start",), _START_TIMEOUT_S))
-
-    def warm_up(self, steps: int) -> int:
-        """Warm up; see `Child.warm_up`."""
-        return int(self.ask(("warm_up", steps), _START_TIMEOUT_S))
-
-    def run(self, untimed: int, timed: int) -> Sequence[int]:
-        """Take steps; see `Child.run`."""
-        answer: Sequence[int] = self.ask(("run", untimed, timed), _TURN_TIMEOUT_S)
-        return answer
-
-    def peak_bytes(self) -> int | None:
-        """Return the largest resident memory since the warm-up."""
-        answer: int | None = self.ask(("peak_bytes",), _TURN_TIMEOUT_S)
-        return answer
-
-    def ran(self) -> Sequence[str]:
-        """Return the distinct variants that apollo runs."""
-        answer: Sequence[str] = self.ask(("ran",), _TURN_TIMEOUT_S)
-        return answer
-
-    def numbers(self) -> Numbers:
-        """Return the values to compare with the reference."""
-        answer: Numbers = self.ask(("numbers",), _TURN_TIMEOUT_S)
-        return answer
 
     def ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
         """Return the answer to a request: the name of a method of the child's stepper, and its arguments.

@@ -15,10 +15,6 @@ using Context = struct ContextTag*;
 using Stream = struct StreamTag*;
 using GreenContextHandle = struct GreenContextTag*;
 using ResourceDesc = struct ResourceDescTag*;
-using Graph = struct GraphTag*;
-using GraphNode = struct GraphNodeTag*;
-using Function = struct FunctionTag*;
-using Kernel = struct KernelTag*;
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
@@ -42,9 +38,6 @@ inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kSplitIgnoreCoscheduling = 1;
 inline constexpr int kAttributeComputeMajor = 75;
 inline constexpr int kAttributeComputeMinor = 76;
-inline constexpr int kNodeTypeKernel = 0;
-inline constexpr int kNodeTypeGraph = 4;
-inline constexpr int kCaptureActive = 1;
 
 /// `CUdevSmResource`; fields after `sm_count` are zero before driver 13.0.
 struct SmResource {
@@ -61,23 +54,6 @@ struct alignas(8) DevResource {
     SmResource sm;
     unsigned char room[48] = {};
   };
-};
-
-/// `CUgraphEdgeData`; the driver does not return dependencies without an array for it.
-struct GraphEdgeData {
-  unsigned char ports_and_type[8] = {};
-};
-
-/// `CUDA_KERNEL_NODE_PARAMS_v2`.
-struct KernelNodeParams {
-  Function function = nullptr;
-  unsigned grid[3] = {};
-  unsigned block[3] = {};
-  unsigned shared_bytes = 0;
-  void** parameters = nullptr;
-  void** extra = nullptr;
-  Kernel kernel = nullptr;  // where `function` is null
-  Context context = nullptr;
 };
 
 }  // namespace apollo::cuda

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -36,9 +35,8 @@ class CudaError : public std::runtime_error {
   X(cuDevicePrimaryCtxRelease, 11000, (cuda::Device device))                                                         \
   X(cuCtxPushCurrent, 4000, (cuda::Context context))                                                                 \
   X(cuCtxPopCurrent, 4000, (cuda::Context * context))                                                                \
-  X(cuCtxGetStreamPriorityRange, 5050, (int* least, int* greatest))                                                  \
   X(cuMemGetInfo, 3020, (std::size_t* free_bytes, std::size_t* total_bytes))                                         \
-  X(cuStreamCreateWithPriority, 5050, (cuda::Stream * stream, unsigned flags, int priority))                         \
+  X(cuStreamCreate, 2000, (cuda::Stream * stream, unsigned flags))                                                   \
   X(cuStreamDestroy, 4000, (cuda::Stream stream))                                                                    \
   X(cuDeviceGetDevResource, 12040, (cuda::Device device, cuda::DevResource * resource, int type))                    \
   X(cuDevSmResourceSplitByCount, 12040,                                                                              \
@@ -49,20 +47,8 @@ class CudaError : public std::runtime_error {
     (cuda::GreenContextHandle * context, cuda::ResourceDesc desc, cuda::Device device, unsigned flags))              \
   X(cuGreenCtxDestroy, 12040, (cuda::GreenContextHandle context))                                                    \
   X(cuGreenCtxGetDevResource, 12040, (cuda::GreenContextHandle context, cuda::DevResource * resource, int type))     \
-  X(cuCtxFromGreenCtx, 12040, (cuda::Context * context, cuda::GreenContextHandle green))                             \
   X(cuGreenCtxStreamCreate, 12050,                                                                                   \
-    (cuda::Stream * stream, cuda::GreenContextHandle context, unsigned flags, int priority))                         \
-  X(cuStreamGetCaptureInfo, 12030,                                                                                   \
-    (cuda::Stream stream, int* status, std::uint64_t* id, cuda::Graph* graph, const cuda::GraphNode** dependencies,  \
-     const cuda::GraphEdgeData** edges, std::size_t* num_dependencies))                                              \
-  X(cuGraphGetNodes, 10000, (cuda::Graph graph, cuda::GraphNode * nodes, std::size_t* count))                        \
-  X(cuGraphNodeGetType, 10000, (cuda::GraphNode node, int* type))                                                    \
-  X(cuGraphNodeGetDependencies, 12030,                                                                               \
-    (cuda::GraphNode node, cuda::GraphNode * dependencies, cuda::GraphEdgeData * edges, std::size_t* count))         \
-  X(cuGraphKernelNodeGetParams, 12000, (cuda::GraphNode node, cuda::KernelNodeParams * params))                      \
-  X(cuGraphChildGraphNodeGetGraph, 10000, (cuda::GraphNode node, cuda::Graph * graph))                               \
-  X(cuFuncGetName, 12030, (const char** name, cuda::Function function))                                              \
-  X(cuKernelGetName, 12030, (const char** name, cuda::Kernel kernel))
+    (cuda::Stream * stream, cuda::GreenContextHandle context, unsigned flags, int priority))
 
 // Looked up, so that a report can list the driver's abilities, but not called: lanes are unions of atoms of one split,
 // which every driver from 12.5 on supports.

@@ -16,22 +16,14 @@ namespace apollo {
 /// A stream that uses the SMs of some atoms of a device.
 class CudaLane {
  public:
-  CudaLane(const CudaDriver& driver, cuda::Device device, std::vector<int> atoms, int priority,
-           std::span<const cuda::DevResource> resources, const std::string& where)
-      : atoms_(std::move(atoms)),
-        priority_(priority),
-        context_(driver, device, resources, where),
-        stream_(driver, context_, priority, where) {}
+  CudaLane(const CudaDriver& driver, cuda::Device device, std::span<const cuda::DevResource> resources,
+           const std::string& where)
+      : context_(driver, device, resources, where), stream_(driver, context_, where) {}
 
-  const std::vector<int>& atoms() const { return atoms_; }
-  int priority() const { return priority_; }
   int num_sms() const { return context_.num_sms(); }
   cuda::Stream stream() const { return stream_.handle(); }
-  cuda::Context context() const { return context_.context(); }
 
  private:
-  const std::vector<int> atoms_;
-  const int priority_;
   const GreenContext context_;
   const GreenStream stream_;  // last: destroyed before its context
 };
@@ -69,20 +61,14 @@ class CudaDevice {
 
   /// Returns the number of SMs of every atom; disjoint lanes together have at most their sum.
   std::vector<int> atom_sizes() const;
-  cuda::Context primary_context() const { return primary_; }
 
-  /// Returns the priorities of streams, lowest first; a lower number goes first.
-  std::pair<int, int> priorities() const { return priorities_; }
-
-  /// Returns the lane of these atoms, ascending, at that priority; the same one at every call.
+  /// Returns the lane of these atoms, ascending; the same one at every call.
   ///
-  /// Throws std::invalid_argument for atoms or a priority that the device does not have, and CudaError.
-  const CudaLane& lane(const std::vector<int>& atoms, int priority = 0);
+  /// Throws std::invalid_argument for atoms that the device does not have, and CudaError.
+  const CudaLane& lane(const std::vector<int>& atoms);
 
-  /// Returns the stream of that number at that priority, which may use every SM; the same one at every call.
-  ///
-  /// Throws std::invalid_argument for a priority that the device does not have, and CudaError.
-  cuda::Stream stream(int number, int priority = 0);
+  /// Returns the stream of that number, which may use every SM; the same one at every call. Throws CudaError.
+  cuda::Stream stream(int number);
 
   /// Returns the free and the total bytes of device memory. Throws CudaError.
   std::pair<std::size_t, std::size_t> memory() const;
@@ -91,7 +77,6 @@ class CudaDevice {
   void split(const std::string& where);
   bool may_join(const cuda::DevResource& group, const cuda::DevResource& remaining, const std::string& where) const;
   void check_atoms(const std::vector<int>& atoms) const;
-  void check_priority(const std::string& what, int priority) const;
 
   const CudaDriver driver_;
   const int ordinal_;
@@ -99,12 +84,11 @@ class CudaDevice {
   std::string name_;
   std::pair<int, int> compute_capability_;
   cuda::Context primary_ = nullptr;
-  std::pair<int, int> priorities_;
   int num_sms_ = 0;
   std::vector<std::vector<cuda::DevResource>> atoms_;  // each one group; the last also the left-over SMs
   std::mutex mutex_;
-  std::map<std::pair<std::vector<int>, int>, std::unique_ptr<CudaLane>> lanes_;  // guarded by mutex_
-  std::map<std::pair<int, int>, std::unique_ptr<PlainStream>> streams_;          // guarded by mutex_
+  std::map<std::vector<int>, std::unique_ptr<CudaLane>> lanes_;  // by atoms; guarded by mutex_
+  std::map<int, std::unique_ptr<PlainStream>> streams_;          // by number; guarded by mutex_
 };
 
 }  // namespace apollo

@@ -21,9 +21,6 @@ class GreenContext {
 
   cuda::GreenContextHandle handle() const { return handle_; }
 
-  /// Returns the context that nodes of a captured CUDA graph report; it lives as long as this.
-  cuda::Context context() const { return context_; }
-
   /// Returns the number of SMs that the driver granted, which may differ from the request.
   int num_sms() const { return num_sms_; }
 
@@ -32,15 +29,14 @@ class GreenContext {
 
   const CudaDriver& driver_;
   cuda::GreenContextHandle handle_ = nullptr;
-  cuda::Context context_ = nullptr;
   int num_sms_ = 0;
 };
 
 /// Owns a stream of a green context; its kernels run on the SMs of that context.
 class GreenStream {
  public:
-  /// A lower `priority` goes first. Throws CudaError.
-  GreenStream(const CudaDriver& driver, const GreenContext& context, int priority, const std::string& where);
+  /// Throws CudaError.
+  GreenStream(const CudaDriver& driver, const GreenContext& context, const std::string& where);
   GreenStream(const GreenStream&) = delete;
   GreenStream& operator=(const GreenStream&) = delete;
   ~GreenStream();

@@ -12,8 +12,8 @@ namespace apollo {
 /// nobody else's.
 class PlainStream {
  public:
-  /// A lower `priority` goes first. Throws CudaError.
-  PlainStream(const CudaDriver& driver, int priority, const std::string& where);
+  /// Throws CudaError.
+  PlainStream(const CudaDriver& driver, const std::string& where);
   PlainStream(const PlainStream&) = delete;
   PlainStream& operator=(const PlainStream&) = delete;
   ~PlainStream();

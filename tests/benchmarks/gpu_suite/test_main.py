@@ -15,7 +15,7 @@ import torch
 
 from apollo_compile.tools.bench.task import Variant
 from benchmarks.gpu_suite import __main__ as suite
-from benchmarks.gpu_suite import dry, variants
+from benchmarks.gpu_suite import variants
 from benchmarks.gpu_suite.checks import CheckResult
 from benchmarks.gpu_suite.race import Result
 from benchmarks.gpu_suite.stages import Report
@@ -59,13 +59,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], 
 
 @pytest.mark.soak
 def test_every_stage_runs_on_a_cpu(run: tuple[int, dict[str, Any], str]) -> None:
-    """It says before and after that no figure is a GPU's; a stage that fails on purpose costs itself alone."""
+    """It says before and after that no figure is a GPU's."""
     code, content, printed = run
     assert code == 0, printed
     assert [(stage["name"], stage["state"]) for stage in content["stages"]] == [
         ("device", "done"),
-        (dry.FAILING, "failed"),
-        (dry.PROCESSES, "done"),
         ("checks", "done"),
         ("clip_b32, batch 2, fp32", "done"),
         ("ledger", "done"),

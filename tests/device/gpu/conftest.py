@@ -33,12 +33,7 @@ def stub(stub_library: Path, tmp_path: Path) -> Iterator[ctypes.CDLL]:
     shutil.copy(stub_library, own)
     library = ctypes.CDLL(str(own))
     library.stub_log.restype = ctypes.c_char_p
-    library.stub_make_graph.restype = ctypes.c_void_p
     library.stub_sms_of_stream.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
-    library.stub_priority_of_stream.argtypes = [ctypes.c_void_p]
-    library.stub_add_kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]
-    library.stub_capture.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.stub_append.argtypes = [ctypes.c_void_p]
     library.stub_reset(13000)
     yield library
     library.stub_reset(13000)

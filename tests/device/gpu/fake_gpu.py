@@ -126,8 +126,6 @@ class FakeGpu:
         self.free = 1 << 40
         """Bytes that can be allocated, for who asks."""
         self.others: dict[Sharing, FakeGpu] = {Sharing.APART: self}
-        self.urgency: dict[str, int] = {}
-        """By stream, as it was last asked for."""
         self.fail_capture: Exception | None = None
         self.hidden: Callable[[], Sequence[torch.Tensor]] = lambda: ()
         """Returns what bodies write to besides their inputs."""
@@ -149,12 +147,9 @@ class FakeGpu:
         """Return the caller's stream."""
         return self.caller
 
-    def lane_stream(self, lane: Lane, urgency: int = 0) -> str | None:
+    def lane_stream(self, lane: Lane) -> str | None:
         """Return a name for the lane."""
-        if len(lane.units) == self.units:
-            return None
-        self.urgency[f"lane {lane.id}"] = urgency
-        return f"lane {lane.id}"
+        return None if len(lane.units) == self.units else f"lane {lane.id}"
 
     def sharing(self, sharing: Sharing) -> FakeGpu:
         """Return another one, the same for the same sharing; at first lanes are apart."""

@@ -275,7 +275,7 @@ def test_tensors_besides_model_and_batch_are_read_where_they_are(gpu: FakeGpu) -
     pair = Pair(gpu, sgd, microbatches=2, loss=teacher.loss)
     for _ in range(FIRST + 2):
         pair.step()
-    log = gpu.sharing(Sharing.URGENCY).log
+    log = gpu.sharing(Sharing.FREE).log
 
     def copied_in() -> int:
         log.clear()
@@ -311,7 +311,7 @@ def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) 
         return list(zip(batch.chunk(count), masks, strict=True))
 
     run = compile_step(model, loss_of, microbatches=2, split=split, keep_gradients=True, options=PROGRAM)
-    log = gpu.sharing(Sharing.URGENCY).log
+    log = gpu.sharing(Sharing.FREE).log
     for number in range(FIRST + 6):
         mask = torch.rand(4, dtype=torch.float64)
         masks[:] = [mask, mask] if number < FIRST + 2 else [mask, mask.clone() * 2]

@@ -11,20 +11,25 @@ import pytest
 from apollo_compile import DeploymentPlan
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, DeploymentError, PlanFileError
-from apollo_compile.passes.deploy import Call, CallTime, Cluster, Group, ModuleState, StepWork, deploy_on
+from apollo_compile.passes.deploy import Call, Cluster, Group, ModuleState, StepWork, deploy_on
 
 MS = 1_000_000
 
 
-def call(name: str, work: int, *, inputs: tuple[str, ...] = (), units: tuple[int, ...] = (2, 4)) -> Call:
+GROUPS = tuple((size, units) for size in (1, 2, 4) for units in (2, 4))
+
+
+def call(name: str, work: int, *, inputs: tuple[str, ...] = ()) -> Call:
     """Return a call that divides its work over devices, and takes as long with half of the units."""
-    times = tuple(
-        CallTime(devices=size, units=each, forward_ns=work // size, backward_ns=2 * work // size)
-        for size in (1, 2, 4)
-        for each in units
-    )
     return Call(
-        name=name, module=name, inputs=inputs, output_bytes=2000, activation_bytes=1 << 20, outputs=(0,), times=times
+        name=name,
+        module=name,
+        inputs=inputs,
+        sent_bytes=0,
+        returned_bytes=0,
+        activation_bytes=1 << 20,
+        forward_ns=tuple(work // size for size, _ in GROUPS),
+        backward_ns=tuple(2 * work // size for size, _ in GROUPS),
     )
 
 
@@ -34,8 +39,8 @@ def plan() -> DeploymentPlan:
     names = ("vision", "text", "audio")
     work = StepWork(
         modules=(
-            *(ModuleState(name=name, state_bytes=1 << 24, gradient_bytes=1 << 22) for name in names),
-            ModuleState(name="a <reader>", state_bytes=0, gradient_bytes=0),
+            *(ModuleState(name=name, groups=GROUPS, state_bytes=1 << 24, gradient_bytes=1 << 22) for name in names),
+            ModuleState(name="a <reader>", groups=GROUPS, state_bytes=0, gradient_bytes=0),
         ),
         calls=(*(call(name, 8 * MS) for name in names), call("a <reader>", MS, inputs=names)),
     )
@@ -116,10 +121,3 @@ def test_the_picture_has_a_row_per_kind_of_device_and_all_bars(plan: DeploymentP
     assert text.get("x") == audio.get("x") and text.get("height") == audio.get("height") == "22.0"
     assert abs(float(text.get("y", "")) - float(audio.get("y", ""))) == 22
     assert len(boxes) == len(plan.deployment.bars)
-
-
-def test_the_graph_has_calls_with_their_groups(plan: DeploymentPlan) -> None:
-    """And what they read."""
-    dot = plan.to_dot()
-    assert 'label="text\\ndevices 2 to 3\\n2 units"' in dot
-    assert all(f"  c{number} -> c3;" in dot for number in range(3))

@@ -6,7 +6,7 @@ import random
 from typing import NamedTuple
 
 from apollo_compile.distributed.pipeline.schedules import gpipe, interleaved, one_forward_one_backward
-from apollo_compile.distributed.pipeline.values import Encoder, Gaps, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Encoder, Schedule, StageTimes
 
 
 class Problem(NamedTuple):
@@ -29,20 +29,17 @@ def random_schedule(rng: random.Random) -> Schedule:
             return interleaved(ranks, rng.randint(1, 3), ranks * rounds)
 
 
-def random_times(rng: random.Random, schedule: Schedule, *, has_gaps: bool = False) -> StageTimes:
+def random_times(rng: random.Random, schedule: Schedule) -> StageTimes:
     """Return durations of tens of nanoseconds, of unequal stages or equal ones."""
     forward = [rng.choice((20, 30, rng.randint(15, 40)))] * schedule.num_stages
     if rng.random() < 0.5:
         forward = [rng.randint(15, 40) for _ in forward]
-    gaps = Gaps(count=rng.randint(1, 3), duration_ns=rng.randint(1, 4)) if has_gaps else Gaps()
     return StageTimes(
         forward_ns=tuple(forward),
         backward_ns=tuple(rng.choice((1, 2, 3)) * duration for duration in forward),
         transfer_ns=rng.choice((0, 0, 3)),
         lead_ns=rng.choice((0, 0, 25)),
         trail_ns=rng.choice((0, 0, 45)),
-        forward_gaps=gaps,
-        backward_gaps=gaps,
     )
 
 
@@ -68,10 +65,10 @@ def random_encoder(rng: random.Random, schedule: Schedule, *, columns: int = 1) 
     )
 
 
-def random_problem(seed: int, *, has_gaps: bool = False, columns: int = 1) -> Problem:
+def random_problem(seed: int, *, columns: int = 1) -> Problem:
     """Return a pipeline with one or two encoders."""
     rng = random.Random(seed)
     schedule = random_schedule(rng)
-    times = random_times(rng, schedule, has_gaps=has_gaps)
+    times = random_times(rng, schedule)
     encoders = tuple(random_encoder(rng, schedule, columns=columns) for _ in range(rng.choice((1, 1, 2))))
     return Problem(schedule, times, encoders)

@@ -11,7 +11,6 @@ profile     the profile that plans rest on was measured on this GPU
 
 lanes ...   for three splits: kernels of a lane run on exactly the SMs that it was granted, lanes of one split share
             none, the sets stay the same over launches, eager and replayed, and lanes run side by side
-nodes ...   every kernel of the captured graph belongs to the context of the lane that launched it
 overlap     lanes of different splits share exactly the SMs of their common atoms
 
 Verdicts are pure functions of observations, tested without a GPU; observations come from `census_kernel.py`, launched
@@ -21,18 +20,17 @@ by the same code that launches segments.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from apollo_compile.config import cuda_connections
-from apollo_compile.device.gpu.run.gpu import Recording, Stream, TorchGpu, atoms_of
+from apollo_compile.device.gpu.run.gpu import Stream, TorchGpu, atoms_of
 from apollo_compile.device.gpu.run.launch import Launcher
+from apollo_compile.device.trials import Step, write_program
 from apollo_compile.errors import CudaError
-from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.ir import Lane, LaneId
 from apollo_compile.target.findings import Finding, Level
 from apollo_compile.target.lanes import atom_borders
 from apollo_compile.units import format_ns
@@ -45,22 +43,6 @@ SPIN_NS = 200_000
 EXTRA_SMS = 2
 """On compute capability 9, the driver may add this many SMs to every green context once a module uses dynamic
 parallelism."""
-
-
-MOST_STRAYS = 5
-"""Most kernels outside their lane that a finding names."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapturedKernel:
-    """One kernel of a captured CUDA graph."""
-
-    name: str
-    context: int
-    """The CUcontext, which determines its SMs; 0 if the driver does not tell."""
-    lane: LaneId
-    """The lane on which its segment was launched."""
-    segment: SegmentId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,24 +127,23 @@ def attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Findin
 
 def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) -> list[Finding]:
     probe = CensusProbe(gpu, lanes)
-    findings = [judge_censuses(f"lanes {name}, eager", probe.granted, probe.take(NUM_LAUNCHES), extra=extra)]
-    censuses, kernels = probe.take_replayed(NUM_LAUNCHES)
-    findings.append(judge_censuses(f"lanes {name}, replayed", probe.granted, censuses, extra=extra))
-    findings.append(judge_nodes(f"nodes {name}", kernels, probe.contexts))
-    return findings
+    return [
+        judge_censuses(f"lanes {name}, {how}", probe.granted, take(NUM_LAUNCHES), extra=extra)
+        for how, take in (("eager", probe.take), ("replayed", probe.take_replayed))
+    ]
 
 
 def _examine_overlap(gpu: TorchGpu, extra: int) -> list[Finding]:
     """Take the censuses of two lanes that share the middle half of the device, one after the other."""
     sizes = gpu.native.atom_sizes
     quarter, end = len(sizes) // 4, len(sizes)
-    lanes = [lane_of_atoms(1, sizes, 0, end - quarter), lane_of_atoms(2, sizes, quarter, end)]
+    lanes = [lane_of_atoms(1, sizes, 0, end - quarter), lane_of_atoms(1, sizes, quarter, end)]
     first, second = (CensusProbe(gpu, [lane]).take(1)[0].sms[lane.id] for lane in lanes)
     return [judge_overlap(first, second, planned=sum(sizes[quarter : end - quarter]), extra=extra)]
 
 
 class CensusProbe:
-    """Lanes with one census kernel on each, launched as a program is."""
+    """Lanes, numbered from 1, with one census kernel on each, launched as a program is."""
 
     def __init__(self, gpu: TorchGpu, lanes: Sequence[Lane]) -> None:
         """Create the lanes."""
@@ -172,7 +153,6 @@ class CensusProbe:
         self._lanes = lanes
         natives = {lane.id: gpu.native.lane(atoms_of(lane, gpu.native.atom_sizes)) for lane in lanes}
         self.granted = {lane: native.num_sms for lane, native in natives.items()}
-        self.contexts = contexts_of(gpu, lanes)
         self._outs = [
             torch.empty(len(lane.units) * BLOCKS_PER_SM, COLUMNS, dtype=torch.int64, device=gpu.device)
             for lane in lanes
@@ -182,115 +162,42 @@ class CensusProbe:
             launch_census(inputs[0], SPIN_NS)
             return [inputs.pop()]
 
-        self._launcher = Launcher(_one_segment_per_lane(lanes), [body], gpu)
+        count = len(lanes)
+        steps = [Step(body=0, reads=(index,), lane=index + 1) for index in range(count)]
+        whole = Lane(id=LaneId(0), units=tuple(range(gpu.native.num_sms)))
+        _, program = write_program("census", steps, (whole, *lanes), num_inputs=count, outputs=range(count, 2 * count))
+        self._launcher = Launcher(program, [body], gpu)
 
     def take(self, count: int) -> list[Census]:
         """Return the censuses of `count` launches."""
-        found = []
-        for _ in range(count + 1):
-            self._launcher.launch(list(self._outs), self._gpu.caller_stream())
-            found.append(self._read())
-        return found[1:]  # the first may wait for the kernel to be compiled
+        self._launch(self._gpu.caller_stream())  # this one may wait for the kernel to be compiled
+        return self._watch(lambda: self._launch(self._gpu.caller_stream()), count)
 
-    def take_replayed(self, count: int) -> tuple[list[Census], list[CapturedKernel]]:
-        """Return the censuses of `count` replays, and the kernels of the captured graph."""
-        self._launcher.launch(list(self._outs), self._gpu.caller_stream())
-        recording, kernels = walk_capture(self._gpu, self._launcher, self._outs)
+    def take_replayed(self, count: int) -> list[Census]:
+        """Return the censuses of `count` replays."""
+        self._launch(self._gpu.caller_stream())
+        recording = self._gpu.capture(self._launch, None)
+        return self._watch(recording.replay, count)
+
+    def _launch(self, origin: Stream) -> None:
+        self._launcher.launch(list(self._outs), origin)
+
+    def _watch(self, run: Callable[[], None], count: int) -> list[Census]:
         found = []
         for _ in range(count):
-            recording.replay()
-            found.append(self._read())
-        return found, kernels
-
-    def _read(self) -> Census:
-        self._gpu.synchronize()
-        rows = {lane.id: out.cpu() for lane, out in zip(self._lanes, self._outs, strict=True)}
-        found = Census(
-            sms={lane: frozenset(table[:, 0].tolist()) for lane, table in rows.items()},
-            begin_ns={lane: int(table[:, 1].min()) for lane, table in rows.items()},
-            end_ns={lane: int(table[:, 2].max()) for lane, table in rows.items()},
-        )
-        for out in self._outs:
-            out.zero_()
-        return found
-
-
-class WalkedGpu(Protocol):
-    """The interface of a device that `walk_capture` needs; `TorchGpu` implements it."""
-
-    def walk_capture(self) -> CaptureWalk:
-        """Return a new walk."""
-
-    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
-        """See `Gpu`."""
-
-    def handle_of(self, stream: Stream) -> int:
-        """Return the CUstream."""
-
-
-class CaptureWalk(Protocol):
-    """Inspects a capture in progress, through the driver."""
-
-    def new_kernels(self, stream: int) -> list[tuple[int, str]]:
-        """Return context and name of the kernels added to a CUstream since the last call for any stream."""
-
-
-def walk_capture(
-    gpu: WalkedGpu, launcher: Launcher, inputs: Sequence[torch.Tensor]
-) -> tuple[Recording, list[CapturedKernel]]:
-    """Capture the launches of `launcher`; return all kernels with the lane that launched them and their context.
-
-    The capture is inspected after every launch: new kernels belong to that launch. A kernel on another stream appears
-    when the lane waits for that stream, which it must do before the body ends.
-    """
-    kernels: list[CapturedKernel] = []
-    walk = gpu.walk_capture()
-
-    def look(lane: LaneId, launch: Launch, stream: Stream) -> None:
-        kernels.extend(
-            CapturedKernel(name=name, context=context, lane=lane, segment=launch.segment)
-            for context, name in walk.new_kernels(gpu.handle_of(stream))
-        )
-
-    def work(origin: Stream) -> None:
-        launcher.launch(list(inputs), origin, look)
-
-    return gpu.capture(work, None), kernels
-
-
-def contexts_of(gpu: TorchGpu, lanes: Iterable[Lane]) -> dict[int, LaneId]:
-    """Return lanes by the context of their kernels; a lane with every SM uses the primary context."""
-    found = {}
-    for lane in lanes:
-        is_whole = len(lane.units) == gpu.native.num_sms
-        native = None if is_whole else gpu.native.lane(atoms_of(lane, gpu.native.atom_sizes))
-        found[gpu.native.primary_context if native is None else native.context] = lane.id
-    return found
-
-
-def _one_segment_per_lane(lanes: Sequence[Lane]) -> Program:
-    """Return a program in which segment `i` reads and returns input `i` on lane `i`."""
-    count = len(lanes)
-    return Program(
-        name="census",
-        lanes=tuple(lanes),
-        instructions=tuple(
-            (
-                Launch(
-                    segment=SegmentId(index),
-                    body=BodyId(0),
-                    inputs=(BufferId(index),),
-                    takes=(False,),
-                    outputs=(BufferId(count + index),),
-                ),
+            for out in self._outs:
+                out.zero_()
+            run()
+            self._gpu.synchronize()
+            rows = {lane.id: out.cpu() for lane, out in zip(self._lanes, self._outs, strict=True)}
+            found.append(
+                Census(
+                    sms={lane: frozenset(table[:, 0].tolist()) for lane, table in rows.items()},
+                    begin_ns={lane: int(table[:, 1].min()) for lane, table in rows.items()},
+                    end_ns={lane: int(table[:, 2].max()) for lane, table in rows.items()},
+                )
             )
-            for index in range(count)
-        ),
-        num_buffers=2 * count,
-        num_events=0,
-        inputs=tuple(BufferId(index) for index in range(count)),
-        outputs=tuple(BufferId(count + index) for index in range(count)),
-    )
+        return found
 
 
 # ------------------------------------------------------------------------------------------------------- judgements
@@ -342,40 +249,6 @@ def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[
     return Finding(
         subject=name, level=Level.OK, message=f"{shown}; the last lane started at most {format_ns(late)} late"
     )
-
-
-def judge_nodes(name: str, kernels: Sequence[CapturedKernel], contexts: Mapping[int, LaneId]) -> Finding:
-    """Judge the kernels of a captured graph.
-
-    Arguments:
-        name: subject of the finding.
-        kernels: all kernels of the graph.
-        contexts: lanes by the context that their kernels must have.
-    """
-    launching = {kernel.lane for kernel in kernels}
-    if kernels and len(launching) > 1 and all(kernel.context == 0 for kernel in kernels):
-        text = f"the driver does not say to which context the {len(kernels)} kernels belong; see the replayed lanes"
-        return Finding(subject=name, level=Level.NOTE, message=text)
-    strays = [kernel for kernel in kernels if contexts.get(kernel.context) != kernel.lane]
-    if strays:
-        texts = dict.fromkeys(
-            f"{kernel.name or 'a kernel without a name'} of lane {kernel.lane}, segment {kernel.segment}, runs "
-            + (f"in lane {contexts[kernel.context]}" if kernel.context in contexts else "outside every lane")
-            for kernel in strays
-        )
-        shown = "; ".join(list(texts)[:MOST_STRAYS]) + ("; ..." if len(texts) > MOST_STRAYS else "")
-        text = f"{len(strays)} of {len(kernels)} kernels are not in their lane: {shown}"
-        return Finding(subject=name, level=Level.ERROR, message=f"{text}; their operator changes streams")
-    idle = sorted(set(contexts.values()) - launching)
-    if idle:
-        return Finding(
-            subject=name,
-            level=Level.ERROR,
-            message=f"lanes without any kernel: {_list(idle)}; their work went elsewhere",
-        )
-    counts = Counter(kernel.lane for kernel in kernels)
-    shown = ", ".join(f"{count} of lane {lane}" for lane, count in sorted(counts.items()))
-    return Finding(subject=name, level=Level.OK, message=f"kernels in the captured graph: {shown}; each in its lane")
 
 
 def judge_overlap(one: Collection[int], other: Collection[int], *, planned: int, extra: int = 0) -> Finding:

@@ -28,23 +28,8 @@ from apollo_compile.device.gpu.run.gpu import Body, Gpu, Recording
 from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.run.torch_capture import TorchRecording
-from apollo_compile.ir import (
-    BodyId,
-    Buffer,
-    BufferId,
-    Lane,
-    LaneId,
-    Program,
-    Role,
-    Segment,
-    SegmentGraph,
-    SegmentId,
-    Work,
-)
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.plan import plan_in_order
-from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.device.trials import Step, write_program
+from apollo_compile.ir import Lane, LaneId, Program, Role, SegmentGraph
 from apollo_compile.target.findings import Finding, Level
 from apollo_compile.target.target import CompiledBody, Contract
 
@@ -58,64 +43,6 @@ SLOW_MATMULS = 4
 """Matmuls of a slow segment; a quick one has none."""
 
 SEED = 7
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One segment of an experiment: a body, the buffers that it reads, how many it makes, and its lane."""
-
-    body: int
-    reads: tuple[int, ...]
-    lane: int
-    makes: int = 1
-
-
-def write_program(
-    name: str, role: Role, num_inputs: int, steps: Sequence[Step], outputs: Sequence[int], lanes: tuple[Lane, ...]
-) -> tuple[SegmentGraph, Program]:
-    """Return the graph and the program of these steps, by the passes that make a model's.
-
-    Buffers are numbered in order: the inputs, then the outputs of each step. `lanes[0]` has every unit.
-    """
-    producers: list[int | None] = [None] * num_inputs
-    segments = []
-    for index, step in enumerate(steps):
-        made = range(len(producers), len(producers) + step.makes)
-        producers += [index] * step.makes
-        segments.append(
-            Segment(
-                id=SegmentId(index),
-                name=f"step {index}",
-                module="",
-                body=BodyId(step.body),
-                inputs=tuple(map(BufferId, step.reads)),
-                outputs=tuple(map(BufferId, made)),
-                after=(),
-                work=Work(),
-            )
-        )
-    buffers = tuple(
-        Buffer(
-            id=BufferId(index),
-            name=f"buffer {index}",
-            producer=None if producer is None else SegmentId(producer),
-            readers=tuple(SegmentId(reader) for reader, step in enumerate(steps) if index in step.reads),
-            num_bytes=1,
-            is_output=index in outputs,
-        )
-        for index, producer in enumerate(producers)
-    )
-    graph = SegmentGraph(
-        name=name,
-        role=role,
-        segments=tuple(segments),
-        buffers=buffers,
-        inputs=tuple(map(BufferId, range(num_inputs))),
-        outputs=tuple(map(BufferId, outputs)),
-    )
-    plan = plan_in_order([lanes[step.lane].id for step in steps], lanes)
-    syncs = eliminate_syncs(graph, plan)
-    return graph, emit_program(graph, plan, syncs, plan_memory(graph, plan, syncs, owners_release=True))
 
 
 def three_lanes(sizes: Sequence[int]) -> tuple[Lane, ...]:
@@ -184,7 +111,7 @@ def try_hand_overs(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, widt
     bodies = [partial(_mix, shuffle, 0), partial(_mix, shuffle, SLOW_MATMULS)]
     steps = _ladder()
     last = 2 + len(steps) - 1
-    graph, program = write_program(subject, Role.INFERENCE, 2, steps, (last - 1, last), three_lanes(sizes))
+    graph, program = write_program(subject, steps, three_lanes(sizes), num_inputs=2, outputs=(last - 1, last))
     launcher = Launcher(program, bodies, gpu)
     for run in range(NUM_RUNS):
         inputs = _integers(2, width, device, run)
@@ -298,8 +225,8 @@ def try_training_step(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, w
     pair = _load_pair(
         gpu,
         (
-            write_program("trial forward", Role.FORWARD, 4, forward, (6, 4, 5), lanes),
-            write_program("trial backward", Role.BACKWARD, 5, backward, (5, 6), lanes),
+            write_program("trial forward", forward, lanes, num_inputs=4, outputs=(6, 4, 5), role=Role.FORWARD),
+            write_program("trial backward", backward, lanes, num_inputs=5, outputs=(5, 6), role=Role.BACKWARD),
         ),
         ([_layer, _sum], [_layer_backward]),
         (
@@ -357,8 +284,8 @@ def try_dropout(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: 
     pair = _load_pair(
         gpu,
         (
-            write_program("trial dropout", Role.FORWARD, 2, forward, (2, 4, 3, 5), lanes),
-            write_program("trial dropout backward", Role.BACKWARD, 4, backward, (4, 5), lanes),
+            write_program("dropout", forward, lanes, num_inputs=2, outputs=(2, 4, 3, 5), role=Role.FORWARD),
+            write_program("dropout backward", backward, lanes, num_inputs=4, outputs=(4, 5), role=Role.BACKWARD),
         ),
         ([_drop], [_drop_backward]),
         (

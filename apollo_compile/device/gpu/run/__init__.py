@@ -12,9 +12,7 @@
     memory.py         the CUDA graphs that are alive: those of a model, and those of a device
     whole.py          a whole graph of Inductor as a program of one segment
     measure.py        times every body on every quota
-    urgency.py        priorities of lanes that share SMs
     quota.py          checks the bytes of every lane against its quota
-    ledger.py         memory of a CUDA graph by lane
 
 Note [who owns a buffer]: torch's allocator reuses the memory of a freed tensor at once, in host order, for later
 allocations on the stream that was current when the tensor was allocated. So a buffer may be freed only after the lane

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from apollo_compile.device.gpu.run.copies import Copied, find_copied, in_copy, storage_address, target_for
 from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
 from apollo_compile.device.gpu.run.quota import LaneMemory
-from apollo_compile.ir import LaneId, Role, Variant
+from apollo_compile.ir import Role, Variant
 from apollo_compile.torch_bridge.storages import Places, count_uses, storage_handles
 
 
@@ -37,10 +37,6 @@ class Captured:
     kept: KeptOutputs
     """The handling of outputs by a replay."""
     memory: tuple[LaneMemory, ...]
-    streams: Mapping[LaneId, Stream] = field(default_factory=dict)
-    """Streams of the capture by lane; that of lane 0 is the one on which it began."""
-    stream_of: Mapping[int, Stream] = field(default_factory=dict)
-    """The stream whose memory each output is in, by storage address."""
     variant: Variant | None = None
     """The variant of the model that it is of; a backward reads outputs that a forward of the same variant saved."""
     forward: Captured | None = None

@@ -71,14 +71,12 @@ class Capturer:
         made: list[torch.Tensor | None] = []
         given: set[StorageWeakRef] = set()
         streams: dict[int, Stream] = {}
-        by_lane = dict(self.launcher.streams)
 
         def note(stream: Stream, outputs: Sequence[torch.Tensor]) -> None:
             for output in outputs:
                 streams.setdefault(storage_address(output), stream)  # memory of a pool stays with its stream
 
         def work(origin: Stream) -> None:
-            by_lane[LaneId(0)] = origin
             arguments = [copied_in.get(index, tensor) for index, tensor in enumerate(inputs)]
             releases = self._take_over(forward, arguments, origin)
             # By identity: outputs may be at the addresses of released inputs.
@@ -118,8 +116,6 @@ class Capturer:
             in_place_storages=in_place_storages,
             kept=kept,
             memory=memory,
-            streams=by_lane,
-            stream_of={place: streams[place] for place in map(storage_address, owned.values())},
             variant=self.variant,
             forward=forward,
         )

@@ -44,7 +44,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -90,8 +90,6 @@ class CudaExecutable:
     gpu: Gpu
     contract: Contract
     shared: ModelMemory
-    urgency: Mapping[LaneId, int] = field(default_factory=dict)
-    """Priorities of lanes that share units."""
     variant: Variant | None = None
     """Variant of the model that it belongs to; a backward reads tensors that the forward of the same variant saved."""
     lane_memory_quota: int | None = None
@@ -114,7 +112,7 @@ class CudaExecutable:
         by_lane = segments_by_lane(self.program)
         lanes = {segment: lane for lane, launched in by_lane.items() for segment in launched}
         names = [f"{each.name} ({self.graph.name}, lane {lanes[each.id]})" for each in self.graph.segments]
-        self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, names)
+        self._launcher = Launcher(self.program, functions, self.gpu, names)
         self._is_capturable = self.contract.written_inputs is not None and self.contract.unsafe is None
         self._has_logged_hooks = False
         self._num_bytes = sum(buffer.num_bytes for buffer in self.graph.buffers if buffer.producer is not None)

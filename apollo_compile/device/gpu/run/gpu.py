@@ -37,10 +37,8 @@ class Sharing(enum.Enum):
 
     APART = enum.auto()
     """A lane has the units that the plan gives it, and no others."""
-    URGENCY = enum.auto()
-    """It may use every unit; more urgent lanes go first."""
     FREE = enum.auto()
-    """It may use every unit, without priorities."""
+    """It may use every unit."""
 
 
 class Recording(Protocol):
@@ -71,11 +69,8 @@ class Gpu(Protocol):
     def caller_stream(self) -> Stream:
         """Return the caller's current stream."""
 
-    def lane_stream(self, lane: Lane, urgency: int = 0) -> Stream | None:
-        """Return the stream of a lane; None for one with every unit, which is the caller's own stream.
-
-        `urgency` is 0 or more; it counts where lanes share units.
-        """
+    def lane_stream(self, lane: Lane) -> Stream | None:
+        """Return the stream of a lane; None for one with every unit, which is the caller's own stream."""
 
     def sharing(self, sharing: Sharing) -> Gpu:
         """Return the same device with lanes that share it in this way; every call returns the same object."""
@@ -203,7 +198,7 @@ class TorchGpu:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.native = open_device(ordinal)
         self._sharing = sharing
-        self._streams: dict[tuple[Lane, int], Stream] = {}
+        self._streams: dict[Lane, Stream] = {}
         self._left_out: dict[int, int] = {}
         """Number of SMs outside a lane, by the handle of its stream."""
         self._others: dict[Sharing, TorchGpu] = {sharing: self}
@@ -213,15 +208,13 @@ class TorchGpu:
         """Return torch's current stream of the device."""
         return torch.cuda.current_stream(self.device)
 
-    def lane_stream(self, lane: Lane, urgency: int = 0) -> Stream | None:
+    def lane_stream(self, lane: Lane) -> Stream | None:
         """Return the stream of the lane's green context, or a plain one."""
         if len(lane.units) == self.native.num_sms:
             return None
-        lowest, highest = self.native.priorities  # a lower number goes first
-        priority = max(highest, lowest - urgency) if self._sharing is Sharing.URGENCY else lowest
-        if (lane, priority) not in self._streams:
-            self._streams[lane, priority] = self._make_stream(lane, priority)
-        return self._streams[lane, priority]
+        if lane not in self._streams:
+            self._streams[lane] = self._make_stream(lane)
+        return self._streams[lane]
 
     def sharing(self, sharing: Sharing) -> TorchGpu:
         """Return the device with other streams as lanes; every call returns the same object."""
@@ -230,11 +223,11 @@ class TorchGpu:
             other._others = self._others
         return self._others[sharing]
 
-    def _make_stream(self, lane: Lane, priority: int) -> Stream:
+    def _make_stream(self, lane: Lane) -> Stream:
         if self._sharing is not Sharing.APART:
-            return self._wrap(self.native.stream(lane.id, priority))
+            return self._wrap(self.native.stream(lane.id))
         atoms = atoms_of(lane, self.native.atom_sizes)
-        native = self.native.lane(atoms, priority)
+        native = self.native.lane(atoms)
         expected = sum(self.native.atom_sizes[atom] for atom in atoms)
         if native.num_sms != expected:
             raise CudaError(
@@ -287,15 +280,6 @@ class TorchGpu:
         with torch.cuda.stream(stream), units_left_out(self._left_out.get(stream.cuda_stream, 0)):
             return body(inputs)
 
-    def handle_of(self, stream: Stream) -> int:
-        """Return the CUstream."""
-        handle: int = stream.cuda_stream
-        return handle
-
-    def walk_capture(self) -> _native.CaptureWalk:
-        """Return an inspector of the kernels of a capture in progress."""
-        return _native.CaptureWalk(self.native)
-
     def capture(
         self,
         work: Callable[[Stream], None],
@@ -314,7 +298,7 @@ class TorchGpu:
             device=self.device,
             pool=shares.pool if isinstance(shares, TorchRecording) else None,
             origin=origin,
-            streams={self.handle_of(stream) for stream in (origin, *lanes)},
+            streams={stream.cuda_stream for stream in (origin, *lanes)},
             captures=self.captures,
         )
 

@@ -151,13 +151,9 @@ class Launcher:
         program: Program,
         bodies: Sequence[Body],
         gpu: Gpu,
-        urgency: Mapping[LaneId, int] | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        """Create the streams of the lanes that the program uses.
-
-        `urgency` gives priorities to lanes that share units; `names` of the segments are for profilers.
-        """
+        """Create the streams of the lanes that the program uses; `names` of the segments are for profilers."""
         self.program = program
         self._bodies = tuple(bodies)
         self.gpu = gpu
@@ -165,7 +161,7 @@ class Launcher:
         self._names = names
         self._streams: dict[LaneId, Stream] = {}
         for lane, instructions in zip(program.lanes, program.instructions, strict=True):
-            stream = gpu.lane_stream(lane, (urgency or {}).get(lane.id, 0)) if instructions else None
+            stream = gpu.lane_stream(lane) if instructions else None
             if stream is not None:
                 self._streams[lane.id] = stream
 

@@ -8,23 +8,17 @@ import pytest
 import torch
 
 from apollo_compile.device.gpu.check.examine import (
-    CapturedKernel,
     Census,
     CensusProbe,
     examine_cuda,
     judge_censuses,
     judge_connections,
-    judge_nodes,
     judge_overlap,
     split_lanes,
-    walk_capture,
 )
-from apollo_compile.device.gpu.run.launch import Launcher
-from apollo_compile.ir import LaneId, SegmentId
+from apollo_compile.ir import LaneId
 from apollo_compile.target.findings import Level
-from tests.builders import graph, plan
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.run.test_launch import bodies_of, program_of
 
 A, B = LaneId(1), LaneId(2)
 GRANTED = {A: 16, B: 8}
@@ -90,115 +84,22 @@ def test_lanes_one_after_the_other_are_a_warning() -> None:
     assert finding.level == Level.WARNING and "ran one after the other in 3 of them" in finding.message
 
 
-def kernel(context: int, name: str, lane: LaneId) -> CapturedKernel:
-    """Return a kernel of segment 7."""
-    return CapturedKernel(name=name, context=context, lane=lane, segment=SegmentId(7))
-
-
-@pytest.mark.parametrize(
-    ("kernels", "level", "text"),
-    [
-        (
-            [(10, "a", A), (20, "b", B), (10, "c", A)],
-            Level.OK,
-            "kernels in the captured graph: 2 of lane 1, 1 of lane 2; each in its lane",
-        ),
-        (
-            [(10, "a", A), (20, "b", B), (99, "gemm", B)],
-            Level.ERROR,
-            "1 of 3 kernels are not in their lane: gemm of lane 2, segment 7, runs outside every lane; their operator",
-        ),
-        (
-            [(10, "a", A), (20, "b", B), (20, "norm", A)],
-            Level.ERROR,
-            "1 of 3 kernels are not in their lane: norm of lane 1, segment 7, runs in lane 2; their operator",
-        ),
-        ([(10, "a", A)], Level.ERROR, "lanes without any kernel: 2"),
-        ([(0, "a", A), (0, "b", B)], Level.NOTE, "the driver does not say to which context the 2 kernels belong"),
-        ([], Level.ERROR, "lanes without any kernel: 1 + 2"),
-    ],
-)
-def test_kernels_of_a_captured_graph_are_in_the_lane_that_launched_them(
-    kernels: list[tuple[int, str, LaneId]], level: Level, text: str
-) -> None:
-    """All of them, and every lane has some."""
-    finding = judge_nodes("nodes", [kernel(*each) for each in kernels], {10: A, 20: B})
-    assert finding.level == level and finding.message.startswith(text)
-
-
-def test_a_finding_names_the_first_kernels_outside_their_lanes_only() -> None:
-    """Each once."""
-    strays = [kernel(99, f"k{number % 7}", A) for number in range(20)]
-    text = judge_nodes("nodes", strays, {10: A}).message
-    assert (
-        text.startswith("20 of 20 kernels")
-        and text.count("outside every lane") == 5
-        and "; ...; their operator" in text
-    )
-
-
-class WalkedFake(FakeGpu):
-    """Has a kernel per launch, in the context of its stream, but for bodies that change to another one."""
-
-    def __init__(self, strays: Mapping[int, str]) -> None:
-        """`strays` says which launch, by number, runs its kernel on which stream."""
-        super().__init__(units=2)
-        self._strays = strays
-        self._contexts = {"lane 1": 10, "lane 2": 20}
-        self._num_told = 0
-
-    def walk_capture(self) -> WalkedFake:
-        """Return itself."""
-        self._num_told = 0
-        return self
-
-    def handle_of(self, stream: str) -> int:
-        """Return any number."""
-        return 1
-
-    def new_kernels(self, stream: int) -> list[tuple[int, str]]:
-        """Return those of the launches since this was last called."""
-        captured = self.log[self.log.index(("capture",)) :]
-        launches = [entry[1] for entry in captured if entry[0] == "launch"]
-        new = list(enumerate(launches))[self._num_told :]
-        self._num_told = len(launches)
-        return [(self._contexts[self._strays.get(number, on)], f"kernel{number}") for number, on in new]
-
-
-@pytest.mark.parametrize("strays", ({}, {2: "lane 2"}))
-def test_a_walk_tells_of_every_kernel_which_lane_launched_it(strays: Mapping[int, str]) -> None:
-    """Wherever it went."""
-    made = graph((), (), (0, 1))
-    program = program_of(made, plan(made, "ABA"))
-    gpu = WalkedFake(strays)
-    _, kernels = walk_capture(gpu, Launcher(program, bodies_of(made), gpu), [torch.ones(2)])
-    assert [(each.lane, each.segment, each.name) for each in kernels] == [
-        (1, 0, "kernel0"),
-        (2, 1, "kernel1"),
-        (1, 2, "kernel2"),
-    ]
-    finding = judge_nodes("nodes", kernels, {10: A, 20: B})
-    assert finding.level == (Level.ERROR if strays else Level.OK)
-
-
-class CensusGpu(WalkedFake):
-    """Gives a lane every SM of its units, in a context of its own."""
+class CensusGpu(FakeGpu):
+    """Gives a lane every SM of its units."""
 
     def __init__(self) -> None:
-        super().__init__({})
+        super().__init__()
         self.native = self
         self.units = self.num_sms = 132
         self.atom_sizes = [*15 * [8], 12]
-        self.primary_context = 1
         self.device = torch.device("cpu")
-        self._contexts = {"lane 1": 10, "lane 2": 13, "lane 3": 18}
 
     def lane(self, atoms: list[int]) -> SimpleNamespace:
-        """Return what the driver says of a lane; its context is told by its first atom."""
-        return SimpleNamespace(num_sms=sum(self.atom_sizes[atom] for atom in atoms), context=10 + atoms[0])
+        """Return what the driver says of a lane."""
+        return SimpleNamespace(num_sms=sum(self.atom_sizes[atom] for atom in atoms))
 
 
-def test_censuses_are_taken_of_lanes_of_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_censuses_are_taken_of_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched and replayed; lanes of a split are numbered from 1, since lane 0 has every SM."""
 
     def note(out: torch.Tensor, spin_ns: int) -> None:
@@ -208,16 +109,12 @@ def test_censuses_are_taken_of_lanes_of_any_number(monkeypatch: pytest.MonkeyPat
     kernel = SimpleNamespace(BLOCKS_PER_SM=16, COLUMNS=3, launch_census=note)
     monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", kernel)  # Triton's
     gpu = CensusGpu()
-    lanes = split_lanes([*15 * [8], 12], (3, 5, 8))
-    probe = CensusProbe(gpu, lanes)  # type: ignore[arg-type]
-    censuses, kernels = probe.take_replayed(2)
+    probe = CensusProbe(gpu, split_lanes([*15 * [8], 12], (3, 5, 8)))  # type: ignore[arg-type]
     assert probe.granted == {1: 24, 2: 40, 3: 68}
-    for taken in (*probe.take(2), *censuses):
-        assert {lane: len(sms) for lane, sms in taken.sms.items()} == probe.granted
-    assert judge_censuses("lanes", probe.granted, censuses).level is Level.OK
-    assert judge_nodes("nodes", kernels, probe.contexts).level is Level.OK and not gpu.races
-    (alone,) = CensusProbe(gpu, lanes[2:]).take(1)  # type: ignore[arg-type]
-    assert len(alone.sms[LaneId(3)]) == 68
+    for censuses in (probe.take(2), probe.take_replayed(2)):
+        assert [{lane: len(sms) for lane, sms in each.sms.items()} for each in censuses] == 2 * [probe.granted]
+        assert judge_censuses("lanes", probe.granted, censuses).level is Level.OK
+    assert not gpu.races
 
 
 def test_overlapping_lanes_share_what_was_planned() -> None:

@@ -35,7 +35,7 @@ def test_a_device_says_what_it_is(stub: ctypes.CDLL) -> None:
     """As the driver tells."""
     device = open_stub(stub)
     assert (device.name, device.driver_version, device.compute_capability) == ("Stub GPU", 13000, (9, 0))
-    assert (device.num_sms, device.num_atoms, device.priorities) == (132, 16, (0, -5))
+    assert (device.num_sms, device.num_atoms) == (132, 16)
     assert device.atom_sizes == [*15 * [8], 12]
     assert device.functions["cuGreenCtxStreamCreate"] and not device.functions["cuDevSmResourceSplit"]
     free, total = device.memory()
@@ -77,26 +77,14 @@ def test_lanes_are_made_of_the_atoms_that_the_driver_grants(
         assert made.num_sms == len(sms_of(stub, made)) == len(lane.units)
 
 
-def test_a_lane_is_made_once_per_priority(stub: ctypes.CDLL) -> None:
-    """It keeps its stream for the whole process."""
-    device = open_stub(stub)
-    lane = device.lane([0, 1])
-    assert device.lane([0, 1]).stream == lane.stream
-    urgent = device.lane([0, 1], priority=-5)
-    assert (urgent.priority, urgent.atoms, urgent.stream == lane.stream) == (-5, [0, 1], False)
-    assert urgent.context != lane.context != device.primary_context
-
-
 def test_a_plain_stream_may_use_every_sm(stub: ctypes.CDLL) -> None:
-    """It is made once per number and priority, and is nobody else's."""
+    """It is made once per number, as a lane is per atoms, and is nobody else's."""
     device = open_stub(stub)
     sms = (ctypes.c_int * 256)()
-    streams = [device.stream(1), device.stream(1, -3), device.stream(2, -3)]
-    assert [stub.stub_sms_of_stream(each, sms) for each in streams] == 3 * [132]
-    assert [stub.stub_priority_of_stream(each) for each in streams] == [0, -3, -3]
-    assert len({*streams, device.lane([0]).stream}) == 4 and device.stream(1, priority=-3) == streams[1]
-    with pytest.raises(ValueError, match="cannot make a stream of priority 1: device 0 has priorities from 0, last"):
-        device.stream(1, 1)
+    streams = [device.stream(1), device.stream(2)]
+    assert [stub.stub_sms_of_stream(each, sms) for each in streams] == 2 * [132]
+    assert len({*streams, device.lane([0]).stream}) == 3
+    assert device.stream(1) == streams[0] and device.lane([0]).stream == device.lane([0]).stream
 
 
 def test_what_the_driver_refuses_is_a_cuda_error_that_says_what_to_do(stub: ctypes.CDLL) -> None:
@@ -119,20 +107,6 @@ def test_an_old_driver_is_refused(stub: ctypes.CDLL) -> None:
     stub.stub_reset(12040)
     with pytest.raises(CudaError, match=r"CUDA 12\.4: it has no cuGreenCtxStreamCreate; lanes need .* CUDA 12\.5 on"):
         open_stub(stub)
-
-
-def test_kernels_of_a_capture_are_told_once_with_their_contexts(stub: ctypes.CDLL) -> None:
-    """A lane's by its context; what is not captured has none."""
-    device = open_stub(stub)
-    graph, lane = stub.stub_make_graph(), device.lane([3])
-    walk = _native.CaptureWalk(device)
-    assert walk.new_kernels(lane.stream) == []
-    stub.stub_capture(lane.stream, graph)
-    for context, name in ((lane.context, "matmul"), (device.primary_context, "escaped")):
-        stub.stub_add_kernel(graph, context, name.encode(), 0)
-        stub.stub_append(lane.stream)
-    assert walk.new_kernels(lane.stream) == [(lane.context, "matmul"), (device.primary_context, "escaped")]
-    assert walk.new_kernels(lane.stream) == []
 
 
 def test_a_process_that_ends_with_lanes_ends_well(stub: ctypes.CDLL) -> None:

@@ -47,17 +47,12 @@ def sms_of(stub: ctypes.CDLL, stream: SimpleNamespace) -> set[int]:
 
 
 def test_a_lane_has_the_sms_of_its_units(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
-    """The same stream every time, however urgent; with every unit it is the caller's own."""
-    left, right = gpu.lane_stream(LEFT), gpu.lane_stream(RIGHT, 3)
+    """The same stream every time; with every unit it is the caller's own."""
+    left, right = gpu.lane_stream(LEFT), gpu.lane_stream(RIGHT)
     assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (96, 36)
     assert not sms_of(stub, left) & sms_of(stub, right)
-    assert gpu.lane_stream(RIGHT, 1) is right
-    assert gpu.lane_stream(WHOLE, 5) is None
-
-
-def priority_of(stub: ctypes.CDLL, stream: SimpleNamespace) -> int:
-    """Return the priority of a stream."""
-    return int(stub.stub_priority_of_stream(stream.cuda_stream))
+    assert gpu.lane_stream(RIGHT) is right
+    assert gpu.lane_stream(WHOLE) is None
 
 
 def test_plain_streams_are_of_the_runtime_and_may_use_every_sm(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
@@ -65,17 +60,8 @@ def test_plain_streams_are_of_the_runtime_and_may_use_every_sm(gpu: TorchGpu, st
     free = gpu.sharing(Sharing.FREE)
     left, right = free.lane_stream(LEFT), free.lane_stream(RIGHT)
     assert len(sms_of(stub, left)) == len(sms_of(stub, right)) == 132
-    assert left.cuda_stream != right.cuda_stream and free.lane_stream(LEFT, 3) is left
-    assert stub.stub_log().decode().split().count("cuStreamCreateWithPriority") == 2
-
-
-def test_plain_streams_have_priorities_only_where_these_are_asked_for(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
-    """Within what the device has."""
-    by_urgency, free = gpu.sharing(Sharing.URGENCY), gpu.sharing(Sharing.FREE)
-    assert [priority_of(stub, by_urgency.lane_stream(LEFT, urgency)) for urgency in (0, 2, 99)] == [0, -2, -5]
-    assert [priority_of(stub, free.lane_stream(LEFT, urgency)) for urgency in (0, 2)] == [0, 0]
-    assert gpu.sharing(Sharing.APART) is gpu
-    assert gpu.sharing(Sharing.FREE).sharing(Sharing.URGENCY) is by_urgency
+    assert left.cuda_stream != right.cuda_stream and free.lane_stream(LEFT) is left
+    assert stub.stub_log().decode().split().count("cuStreamCreate") == 2
 
 
 def test_a_lane_that_gets_fewer_sms_is_refused(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
@@ -87,7 +73,7 @@ def test_a_lane_that_gets_fewer_sms_is_refused(gpu: TorchGpu, stub: ctypes.CDLL)
 
 @pytest.mark.parametrize(
     ("sharing", "left_out"),
-    [(Sharing.APART, 36), (Sharing.FREE, None), (Sharing.URGENCY, None)],
+    [(Sharing.APART, 36), (Sharing.FREE, None)],
 )
 def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
     gpu: TorchGpu, sharing: Sharing, left_out: int | None

@@ -8,16 +8,12 @@ import torch
 
 from apollo_compile.device.gpu.run.gpu import atoms_of
 from apollo_compile.device.gpu.run.launch import Launcher, host_order
-from apollo_compile.device.gpu.run.urgency import rank_lanes
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import (
-    CostSource,
-    CostTable,
     EventId,
     Lane,
     LaneId,
     Launch,
-    Mode,
     Plan,
     Program,
     Record,
@@ -87,41 +83,6 @@ def test_any_program_is_launched_in_a_legal_order_and_frees_memory_safely(seed: 
         expected = expected_of(made, torch.full((2,), value, dtype=torch.float64))
         assert all(map(torch.equal, outputs, expected))
     assert not gpu.races
-
-
-def lanes_of(units: int) -> tuple[Lane, ...]:
-    """Return a lane with all units, one with all but one, and one with that."""
-    ranges = (range(units), range(units - 1), range(units - 1, units))
-    return tuple(Lane(id=LaneId(index), units=tuple(each)) for index, each in enumerate(ranges))
-
-
-def test_the_lane_with_the_longest_way_to_the_end_is_the_most_urgent() -> None:
-    """By durations on the whole device; each lane's stream is asked for with its urgency."""
-    made = graph((), (), (0,), (1,), (2, 3))
-    planned = plan(made, "ABABA")
-    costs = CostTable(
-        modes=tuple(
-            tuple(
-                Mode(units=units, duration_ns=ns // units, memory_bytes=0, source=CostSource.FORMULA, memory_share=0.0)
-                for units in (1, 2)
-            )
-            for ns in (10, 40, 10, 20, 10)
-        ),
-        handover_ns=0,
-    )
-    urgency = rank_lanes(made, planned, costs)
-    assert urgency == {1: 0, 2: 1}
-    gpu = FakeGpu(units=2)
-    Launcher(program_of(made, planned), bodies_of(made), gpu, urgency)
-    assert gpu.urgency == {"lane 1": 0, "lane 2": 1}
-
-
-def test_of_lanes_with_equal_ways_to_the_end_the_first_is_more_urgent() -> None:
-    """So that the order is the same every time."""
-    made = graph((), ())
-    planned = plan(made, "AB")
-    modes = (Mode(units=2, duration_ns=5, memory_bytes=0, source=CostSource.FORMULA, memory_share=0.0),)
-    assert rank_lanes(made, planned, CostTable(modes=(modes, modes), handover_ns=0)) == {2: 0, 1: 1}
 
 
 def test_holds_for_threads_would_be_races_on_a_gpu() -> None:

@@ -5,7 +5,8 @@
 Ranks are rows of the page and tracks of the trace; where an encoder is split over fewer devices than a stage, every
 column of a rank has a row. The page merges consecutive short bars into one block, so that its size is bounded. The
 trace has every operation, every run of encoder segments (nested in an operation, if it runs inside one), every
-remaining bubble, and a counter of idle devices. Note [traces for Perfetto] in `render_trace.py` applies here too.
+remaining bubble, and a counter of idle devices. Note [traces for Perfetto] of
+`reports/render_trace.py` applies here too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib import resources
 from typing import Any, NamedTuple
 
 import jinja2
@@ -22,16 +24,14 @@ from apollo_compile.distributed.pipeline.bubbles import bubbles_of
 from apollo_compile.distributed.pipeline.values import Bar, FilledPlan, Kind, PipelineSteps
 from apollo_compile.reports.colors import COLORS
 from apollo_compile.reports.render_html import ROW, make_ticks, percent_of, read_asset
-from apollo_compile.units import NS_PER_US, format_ns
+from apollo_compile.reports.render_trace import counter_events, name_tracks, slice_event
+from apollo_compile.units import format_ns
 
 MAX_BLOCKS = 1500
 """Approximate limit of bars of one step on a page; with more, short bars are merged."""
 
 COARSEST = 250
 """Number of blocks that fit into the width of a page."""
-
-_THREADS = 100_000
-"""Thread ids per process; more than a step has devices."""
 
 
 class Look(NamedTuple):
@@ -52,7 +52,7 @@ _MIXED = 2
 _LOOK = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.ENCODER_FORWARD: 3, Kind.ENCODER_BACKWARD: 4}
 
 
-def render_pipeline_html(steps: PipelineSteps) -> str:
+def render_html(steps: PipelineSteps) -> str:
     """Return the page; it needs no network and no other file."""
     plans = list(steps.by_name.values())
     return _template().render(
@@ -82,7 +82,7 @@ def _template() -> jinja2.Template:
         ticks=make_ticks,
         where=percent_of,
     )
-    return environment.from_string(read_asset("pipeline.html"))
+    return environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 
 def label_of(plan: FilledPlan, device: int) -> str:
@@ -119,7 +119,7 @@ class DeviceRow(NamedTuple):
 
 
 def device_rows(plan: FilledPlan) -> list[DeviceRow]:
-    """Return the time of every device by kind of work; gaps inside operations count as the pipeline's time."""
+    """Return the time of every device by kind of work."""
     bubbles = bubbles_of(plan.bars, plan.num_devices, plan.schedule.num_ranks, plan.step_ns)
     rows = []
     for device, bars in enumerate(bars_by_device(plan)):
@@ -197,65 +197,33 @@ def _name(plan: FilledPlan, bar: Bar) -> str:
 # ------------------------------------------------------------------------------------------------------------ the trace
 
 
-def render_pipeline_trace(steps: PipelineSteps) -> dict[str, Any]:
+def render_trace(steps: PipelineSteps) -> dict[str, Any]:
     """Return the trace as plain data."""
     events: list[dict[str, Any]] = []
     for process, (name, plan) in enumerate(steps.by_name.items(), 1):
-        events.append(_metadata("process_name", process, 0, {"name": name}))
-        events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
-        for device in range(plan.num_devices):
-            events.append(_metadata("thread_name", process, device, {"name": label_of(plan, device)}))
-            events.append(_metadata("thread_sort_index", process, device, {"sort_index": device}))
+        events += name_tracks(process, name, {device: label_of(plan, device) for device in range(plan.num_devices)})
         bubbles = bubbles_of(plan.bars, plan.num_devices, plan.schedule.num_ranks, plan.step_ns)
         for device, bars in enumerate(bars_by_device(plan)):
             events += [_slice(plan, process, device, bar) for bar in bars]
             for start_ns, end_ns in bubbles[device]:
-                events.append(_event("bubble", "bubble", process, device, start_ns, end_ns))
-        events += _idle_counter(process, bubbles)
+                events.append(slice_event("bubble", "bubble", process, device, start_ns, end_ns))
+        events += counter_events("devices", "idle", process, _idle_devices(bubbles))
     return {"traceEvents": events, "otherData": {"producer": "apollo_compile"}}
 
 
 def _slice(plan: FilledPlan, process: int, device: int, bar: Bar) -> dict[str, Any]:
-    event = _event(_name(plan, bar), LOOKS[_LOOK[bar.op.kind]].label, process, device, bar.start_ns, bar.end_ns)
+    event = slice_event(_name(plan, bar), LOOKS[_LOOK[bar.op.kind]].label, process, device, bar.start_ns, bar.end_ns)
     event["args"] = {"microbatch": bar.op.microbatch, "stage": bar.op.stage}
     if bar.op.is_encoder:
         event["args"] |= {"segment": bar.op.segment, "segments": bar.num_segments}
     return event
 
 
-def _event(name: str, category: str, process: int, device: int, start_ns: int, end_ns: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": process,
-        "tid": _thread(process, device),
-        "ts": start_ns / NS_PER_US,
-        "dur": (end_ns - start_ns) / NS_PER_US,
-    }
-
-
-def _idle_counter(process: int, bubbles: Sequence[Sequence[tuple[int, int]]]) -> Iterator[dict[str, Any]]:
+def _idle_devices(bubbles: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+    """Yield the changes of the number of idle devices: (nanoseconds, devices)."""
     changes: dict[int, int] = defaultdict(int)
     for start_ns, end_ns in itertools.chain.from_iterable(bubbles):
         changes[start_ns] += 1
         changes[end_ns] -= 1
-    idle = 0
-    for time_ns in sorted(changes):
-        idle += changes[time_ns]
-        yield {
-            "name": "devices",
-            "ph": "C",
-            "pid": process,
-            "tid": _thread(process, 0),
-            "ts": time_ns / NS_PER_US,
-            "args": {"idle": idle},
-        }
-
-
-def _metadata(name: str, process: int, device: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": process, "tid": _thread(process, device), "args": args}
-
-
-def _thread(process: int, device: int) -> int:
-    return process * _THREADS + device
+    times = sorted(changes)
+    return zip(times, itertools.accumulate(changes[time_ns] for time_ns in times), strict=True)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from apollo_compile.distributed.pipeline.fill import fill
+from apollo_compile.distributed.pipeline.picture import device_rows, make_blocks, render_html, render_trace
 from apollo_compile.distributed.pipeline.schedules import interleaved, one_forward_one_backward
-from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Filling, Gaps, PipelineSteps, StageTimes
-from apollo_compile.reports.render_pipeline import device_rows, make_blocks, render_pipeline_html, render_pipeline_trace
+from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Filling, PipelineSteps, StageTimes
 from apollo_compile.units import NS_PER_MS
 from tests.reports.test_page import Page
 
@@ -20,18 +20,15 @@ from tests.reports.test_page import Page
 def make_steps(
     num_microbatches: int, stages_per_rank: int = 1, *, columns: int = 1, name: str = "vision"
 ) -> PipelineSteps:
-    """Return the steps of a pipeline of four ranks with one encoder, which uses gaps where there are several stages."""
+    """Return the steps of a pipeline of four ranks with one encoder."""
     if stages_per_rank == 1:
         schedule = one_forward_one_backward(4, num_microbatches)
     else:
         schedule = interleaved(4, stages_per_rank, num_microbatches)
-    gaps = Gaps(count=4, duration_ns=2 * NS_PER_MS) if stages_per_rank > 1 else Gaps()
     times = StageTimes(
         forward_ns=(40 * NS_PER_MS,) * schedule.num_stages,
         backward_ns=(80 * NS_PER_MS,) * schedule.num_stages,
         lead_ns=30 * NS_PER_MS,
-        forward_gaps=gaps,
-        backward_gaps=gaps,
     )
     encoder = Encoder(
         name=name,
@@ -54,7 +51,7 @@ def steps() -> PipelineSteps:
 
 def test_a_page_needs_nothing_else_and_names_every_part(steps: PipelineSteps) -> None:
     """No address in it; what comes from outside is text; what scrolls or is drawn has a name."""
-    text = render_pipeline_html(steps)
+    text = render_html(steps)
     page = Page(text)
     assert not re.search(r"https?://|@import|url\(", text)
     assert "four ranks &lt;script&gt;" in text and "four ranks <script>" not in text
@@ -70,7 +67,7 @@ def test_a_step_of_many_operations_is_a_page_of_bounded_size() -> None:
     """Short bars are drawn as one; the table still counts every nanosecond."""
     large = make_steps(64, 8)
     assert len(large.fine.bars) > 4000
-    text = render_pipeline_html(large)
+    text = render_html(large)
     assert len(text) < 1_000_000
     assert "Short bars are drawn as one" in text and "forwards and backwards" in text
     for plan in large.by_name.values():
@@ -82,7 +79,7 @@ def test_a_step_of_many_operations_is_a_page_of_bounded_size() -> None:
 
 @pytest.mark.parametrize("columns", [1, 2])
 def test_the_table_of_devices_adds_up(columns: int) -> None:
-    """Pipeline, encoder and bubbles are the step on every device, without gaps; encoder work is that of the plan."""
+    """Pipeline, encoder and bubbles are the step on every device; encoder work is that of the plan."""
     for plan in make_steps(8, columns=columns).by_name.values():
         rows = device_rows(plan)
         assert len(rows) == plan.num_devices
@@ -119,7 +116,7 @@ def validate(events: list[dict[str, Any]]) -> None:
 def test_a_trace_has_every_operation_and_every_bubble_on_the_track_of_its_rank(microbatches: int, stages: int) -> None:
     """Before and after are processes; encoder work in a gap is inside its operation."""
     steps = make_steps(microbatches, stages)
-    trace = json.loads(json.dumps(render_pipeline_trace(steps)))
+    trace = json.loads(json.dumps(render_trace(steps)))
     events = trace["traceEvents"]
     validate(events)
     processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
@@ -140,7 +137,7 @@ def test_a_trace_has_every_operation_and_every_bubble_on_the_track_of_its_rank(m
 
 def test_perfettos_rules_are_checked() -> None:
     """Else the validator would show nothing."""
-    events = render_pipeline_trace(make_steps(8))["traceEvents"]
+    events = render_trace(make_steps(8))["traceEvents"]
     slice_ = next(event for event in events if event["ph"] == "X" and event["cat"] == "forward")
     with pytest.raises(AssertionError, match="nested or apart"):
         validate([*events, {**slice_, "ts": slice_["ts"] - slice_["dur"] / 2, "cat": "forward"}])
@@ -163,7 +160,7 @@ def test_a_page_works_in_a_browser(browser: Any, steps: PipelineSteps) -> None:
     page.set_default_timeout(180_000)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.set_content(render_pipeline_html(steps))
+    page.set_content(render_html(steps))
     page.locator(".line[data-line=fine] .bar").nth(3).hover(force=True)
     assert "rank 0" in page.locator("#tip").inner_text()
     page.keyboard.press("Tab")

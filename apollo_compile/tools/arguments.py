@@ -1,11 +1,14 @@
-"""Names of targets of commands; they are checked before torch is imported.
+"""Arguments of commands; they are checked before torch is imported.
 
 split_target("train.py:build") -> ("train.py", "build")
+positive, above_zero            types for `argparse`
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import math
 from pathlib import Path
 
 from apollo_compile.errors import CallError
@@ -40,3 +43,21 @@ def _functions_of(path: Path) -> list[str]:
     except (OSError, ValueError, SyntaxError):
         return []
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Return a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number

@@ -1,0 +1,106 @@
+"""Segments between backward and optimizer compute what torch's own functions compute, and move the bytes they say."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from apollo_compile.session.step.segments import (
+    Group,
+    OneSegment,
+    add_gradients,
+    average_gradients,
+    limit_gradients,
+    measure_gradients,
+    update_parameters,
+)
+from apollo_compile.torch_bridge.optimizers import StepInParts
+
+SHAPES = ((3, 4), (5,), (), (2, 2))
+GROUPS = (Group(name="a", module="image", sizes={2: 4, 0: 48}), Group(name="b", module="text", sizes={1: 20, 3: 16}))
+"""Of four parameters, in two groups, out of order."""
+
+
+def gradients_of(seed: int) -> list[torch.Tensor]:
+    """Return a gradient for each parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def run(segment: OneSegment, *taken: torch.Tensor) -> list[torch.Tensor]:
+    """Run a segment's code with tensors of the sizes that its graph says."""
+    graph = segment.graph
+    assert [graph.buffers[buffer].num_bytes for buffer in graph.inputs] == [each.nbytes for each in taken]
+    made = list(segment.body.function(list(taken)))
+    assert [graph.buffers[buffer].num_bytes for buffer in graph.outputs if buffer is not None] == [
+        each.nbytes for each in made
+    ]
+    return made
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+def test_sums_are_those_of_autograd(group: Group) -> None:
+    """Earlier gradients first."""
+    earlier, later = gradients_of(0), gradients_of(1)
+    made = run(add_gradients(group), *(earlier[place] for place in group.sizes), *(later[p] for p in group.sizes))
+    assert all(torch.equal(m, earlier[p] + later[p]) for m, p in zip(made, group.sizes, strict=True))
+
+
+def test_a_mean_over_ranks_is_a_collective() -> None:
+    """The planner puts it on the lane of the network."""
+    gradients = gradients_of(0)
+    segment = average_gradients(GROUPS[0], lambda taken: [each / 2 for each in taken])
+    assert [each.has_collective for each in segment.graph.segments] == [True]
+    assert torch.equal(run(segment, gradients[2], gradients[0])[0], gradients[2] / 2)
+
+
+@pytest.mark.parametrize("limit", [0.1, 1000.0])
+@pytest.mark.parametrize("is_stepped", [True, False])
+def test_clipping_and_updating_in_groups_is_clipping_and_updating_at_once(limit: float, is_stepped: bool) -> None:
+    """Bit by bit: norms are added up in the order of the parameters."""
+    parameters = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
+    expected = copy.deepcopy(parameters)
+    for parameter, gradient in zip(expected, gradients_of(0), strict=True):
+        parameter.grad = gradient
+    torch.nn.utils.clip_grad_norm_(expected, limit)
+    if is_stepped:
+        torch.optim.SGD(expected, lr=0.1, momentum=0.9).step()
+    optimizer = StepInParts(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) if is_stepped else None
+
+    gradients = gradients_of(0)
+    norms = [run(measure_gradients(group), *(gradients[place] for place in group.sizes))[0] for group in GROUPS]
+    (factor,) = run(limit_gradients(GROUPS, order=range(4), limit=limit), *norms)
+    for group in GROUPS:
+        own = [gradients[place] for place in group.sizes]
+        written = [parameters[place] for place in group.sizes] if is_stepped else []
+        segment = update_parameters(group, dict(enumerate(parameters)), optimizer, is_clipped=True)
+        clipped = run(segment, *written, *own, factor)
+        for place, gradient in zip(group.sizes, clipped, strict=True):
+            grad = expected[place].grad
+            assert grad is not None
+            assert torch.equal(gradient, grad)
+    assert all(torch.equal(mine, other) for mine, other in zip(parameters, expected, strict=True))
+
+
+def test_a_scalar_of_lower_precision_keeps_its_dtype() -> None:
+    """`_foreach_mul` alone would return the dtype of the factor."""
+    group = Group(name="a", module="", sizes={0: 2})
+    parameters = {0: torch.nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))}
+    segment = update_parameters(group, parameters, None, is_clipped=True)
+    (made,) = run(segment, torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(0.25))
+    assert made.dtype == torch.bfloat16
+    assert made == 0.5
+
+
+def test_a_rehearsal_does_not_step() -> None:
+    """A capture runs with copies of the parameters first; the optimizer's own are as they were."""
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = StepInParts(torch.optim.SGD([parameter], lr=1.0))
+    group = Group(name="a", module="", sizes={0: 20})
+    segment = update_parameters(group, {0: parameter}, optimizer, is_clipped=False)
+    run(segment, parameter.detach().clone(), torch.ones(5))
+    assert torch.equal(parameter, torch.ones(5))
+    run(segment, parameter, torch.ones(5))
+    assert torch.equal(parameter, torch.zeros(5))

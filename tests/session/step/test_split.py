@@ -1,0 +1,74 @@
+"""Batches are split as a loop would cut them, and weights sum to one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apollo_compile.errors import TargetError
+from apollo_compile.session.step.split import kind_of, split_evenly, weigh_parts
+
+
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_parts_are_the_rows_in_order(count: int, rows: int) -> None:
+    """Of all tensors, wherever they are; everything else goes to every part."""
+    x, y = torch.randn(count * rows, 3), torch.arange(count * rows)
+    parts = split_evenly({"images": x, "rest": [y, "a word", (y.bool(), 0.5)]}, count)
+    assert len(parts) == count
+    for place, part in enumerate(parts):
+        own = slice(place * rows, (place + 1) * rows)
+        assert torch.equal(part["images"], x[own])
+        assert torch.equal(part["rest"][0], y[own])
+        assert torch.equal(part["rest"][2][0], y[own].bool())
+        assert (part["rest"][1], part["rest"][2][1]) == ("a word", 0.5)
+
+
+def test_a_single_part_is_the_batch_itself() -> None:
+    """Nothing is looked at, so it may be of any type."""
+    batch = object()
+    assert split_evenly(batch, 1) == [batch]
+
+
+@pytest.mark.parametrize(
+    ("batch", "problem"),
+    [
+        ({"x": torch.zeros(8, 2), "y": torch.zeros(4)}, r"sizes \[4, 8\] along dimension 0"),
+        ({"x": torch.zeros(7)}, r"sizes \[7\] along dimension 0; expected one size, a multiple of 2"),
+        ({"x": torch.zeros(8), "scale": torch.tensor(1.0)}, r"sizes \[0, 8\]"),
+        ({"names": "no tensors"}, "found no tensors in a dict"),
+        ({"x": torch.zeros(8), "weights": [0.5] * 8}, "a list in it has 8 elements, one for every sample, such as 0.5"),
+        ((torch.zeros(8), {"ids": tuple(range(8))}), "a tuple in it has 8 elements"),
+    ],
+)
+def test_what_would_not_be_split_is_refused(batch: Any, problem: str) -> None:
+    """A list with an element for every sample would go to every part whole."""
+    with pytest.raises(TargetError, match=problem):
+        split_evenly(batch, 2)
+
+
+def test_weights_sum_to_one() -> None:
+    """Equal ones where the user gives none."""
+    assert weigh_parts([1, 2, 3, 4], None) == [0.25] * 4
+    assert weigh_parts([1, 3], float) == [0.25, 0.75]
+
+
+@pytest.mark.parametrize("weight", [0.0, math.nan, math.inf])
+def test_weights_without_a_sum_are_refused(weight: float) -> None:
+    """Dividing by their sum would make every gradient NaN."""
+    with pytest.raises(TargetError, match="the 2 micro-batches weigh"):
+        weigh_parts([1, 2], lambda part: weight)
+
+
+def test_kinds_differ_where_code_would() -> None:
+    """By shape, dtype, need of a gradient, structure, and types of other leaves, but not by values."""
+    x = torch.zeros(4, 2)
+    assert kind_of([{"x": x}, {"x": x + 1}]) is not None
+    assert kind_of([[x, 1], [x, 2]]) is not None
+    others: list[Any] = [x[:2], x.double(), x.clone().requires_grad_(), [x], 1.0]
+    for other in others:
+        assert kind_of([{"x": x}, {"x": other}]) is None

@@ -1,0 +1,118 @@
+"""Variants of a graph are loaded when they are first used, and share what is the same program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from apollo_compile.ir import Variant
+from apollo_compile.session.variants import Variants
+from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.target import Code, CompiledBody, Target, Unsegmented
+from tests.reports.test_summary import compilation
+
+CODE = Code(bodies=(CompiledBody(function=lambda inputs: inputs),))
+
+
+@dataclass(eq=False)
+class Program(Unsegmented):
+    """Answers with its own name."""
+
+    name: str
+    num_runs: int = 0
+    num_releases: int = 0
+
+    def run(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
+        """Return the name."""
+        self.num_runs += 1
+        return [self.name]
+
+    def release(self) -> None:
+        """Count it."""
+        self.num_releases += 1
+
+
+@dataclass
+class Device:
+    """Loads programs that answer with their names."""
+
+    captures: bool = False
+    loaded: list[tuple[Variant, int]] = field(default_factory=list)
+    """Variant and number of lanes of what was loaded."""
+
+    def load(self, made: Compilation, code: Code, variant: Variant) -> Program:
+        """Load a program."""
+        assert code is CODE
+        self.loaded.append((variant, len({each.lane for each in made.plan.assignments})))
+        return Program(f"{variant} {len(self.loaded)}")
+
+
+def variants_on(device: Device, letters: str = "*AB*") -> Variants:
+    """Return the variants of a diamond; letters are the lanes of its segments."""
+    return Variants(compilation(letters), CODE, cast(Target, device))
+
+
+def test_the_plan_runs_first_and_the_others_are_loaded_when_used() -> None:
+    """The serial plan, made from the same costs, has one lane."""
+    device = Device()
+    variants = variants_on(device)
+    assert variants.available == (Variant.PLAN, Variant.SERIAL)
+    assert variants.run([]) == ["plan 1"]
+    assert [variant for variant, _ in device.loaded] == [Variant.PLAN]
+    for _ in range(2):
+        variants.use(Variant.SERIAL)
+    assert device.loaded[1:] == [(Variant.SERIAL, 1)]
+    assert (variants.current, variants.run([])) == (Variant.SERIAL, [f"{Variant.SERIAL} 2"])
+
+
+def test_a_plan_on_one_lane_is_the_serial_variant() -> None:
+    """One program, unless programs are captured: then a backward has to follow its forward's variant."""
+    device = Device()
+    variants = variants_on(device, "****")
+    variants.use(Variant.SERIAL)
+    assert variants.available == (Variant.SERIAL,)
+    assert len(device.loaded) == 1
+    capturing = Device(captures=True)
+    variants_on(capturing, "****").use(Variant.SERIAL)
+    assert [variant for variant, _ in capturing.loaded] == [Variant.PLAN, Variant.SERIAL]
+
+
+def test_a_new_plan_replaces_the_plan_only() -> None:
+    """What runs goes on running, whatever the plan is."""
+    device = Device()
+    variants = variants_on(device)
+    variants.use(Variant.SERIAL)
+    variants.adopt(compilation("*BA*"))
+    assert variants.run([]) == [f"{Variant.SERIAL} 2"]
+    variants.use(Variant.PLAN)
+    assert variants.run([]) == ["plan 3"]
+
+
+def test_whole_graphs_are_available_once_they_are_added() -> None:
+    """And refused before."""
+    variants = variants_on(Device())
+    with pytest.raises(KeyError, match="cannot run the variant"):
+        variants.use(Variant.INDUCTOR)
+    variants.add(Variant.INDUCTOR, cast(Any, Program("whole")))
+    variants.use(Variant.INDUCTOR)
+    assert Variant.INDUCTOR in variants.available
+    assert variants.run([]) == ["whole"]
+
+
+def test_losers_release_their_memory() -> None:
+    """But not what another kept variant is too."""
+    variants = variants_on(Device())
+    whole = Program("whole")
+    variants.add(Variant.INDUCTOR, cast(Any, whole))
+    variants.release_others({Variant.PLAN})
+    assert (whole.num_releases, cast(Any, variants.plan).num_releases) == (1, 0)
+    variants.release_others({Variant.INDUCTOR})
+    assert (whole.num_releases, cast(Any, variants.plan).num_releases) == (1, 1)
+    serial = variants_on(Device(), "****")
+    serial.use(Variant.SERIAL)
+    serial.release_others({Variant.SERIAL})
+    assert cast(Any, serial.plan).num_releases == 0
