@@ -9,7 +9,6 @@ import copy
 import gc
 import itertools
 import logging
-import math
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -279,33 +278,6 @@ def test_every_step_of_a_process_may_be_a_program() -> None:
     assert all(ran_as_program(step) for step in steps)
 
 
-def test_replaced_parameters_are_linked_anew() -> None:
-    """As `load_state_dict(assign=True)` replaces them."""
-    twins = Twins(layer)
-    for seed in range(8):
-        if seed == 3:
-            for each in twins.both:
-                each.load_state_dict(state_of(each), assign=True)
-        twins.take(chain_batch(seed))
-    assert ran_as_program(twins.step)
-
-
-@pytest.mark.parametrize(
-    ("batch", "problem"),
-    [
-        (
-            {"x": torch.zeros(8, 2), "weights": [0.5] * 8},
-            "a list in it has 8 elements, one for every sample, such as 0.5",
-        ),
-        ({"names": "no tensors"}, "found no tensors in a dict"),
-    ],
-)
-def test_what_would_not_be_split_is_refused(batch: Any, problem: str) -> None:
-    """A list per sample would go to every micro-batch whole."""
-    with pytest.raises(TargetError, match=problem):
-        split_evenly(batch, 2)
-
-
 def test_memory_is_traded_for_overlap_within_the_quota(caplog: pytest.LogCaptureFixture) -> None:
     """Micro-batches in turn need the least; a quota below that is refused with what would work."""
     wide = {name: torch.randn(64, 64) for name in ("x", "y")}
@@ -409,9 +381,8 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         compile_step(Chain(), chain_loss, microbatches="auto")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"clip_grad_norm is -1\.0; expected a norm above 0"):
         compile_step(Chain(), chain_loss, clip_grad_norm=-1.0)
-    for weight in (0.0, math.nan):
-        with pytest.raises(TargetError, match=rf"micro-batches weigh \[{weight}, {weight}\]"):
-            compile_step(Chain(), chain_loss, microbatches=2, weigh=lambda part: weight)(chain_batch(0))  # noqa: B023
+    with pytest.raises(TargetError, match=r"micro-batches weigh \[0.0, 0.0\]"):
+        compile_step(Chain(), chain_loss, microbatches=2, weigh=lambda part: 0.0)(chain_batch(0))
     with pytest.raises(TargetError, match="is compiled already"):
         compile_step(torch.compile(Chain()), chain_loss)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="clip_grad_norm is '1'; expected a norm above 0"):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile.errors import TargetError
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import compile_step
 from tests.end_to_end.models import TwoTowers
@@ -203,19 +202,6 @@ def test_outputs_do_not_follow_parameters_or_batches() -> None:
         batch["x"].zero_()
         _, parameter, given = step.outputs
         assert torch.equal(parameter, before) and torch.equal(given, kept)
-
-
-class Unknown(dict[str, Any]):
-    """A mapping that torch does not flatten."""
-
-
-def test_a_mapping_that_torch_does_not_know_is_refused() -> None:
-    """Its tensors would keep their graphs."""
-    step = compile_step(
-        TwoTowers(depth=1), lambda model, batch: Unknown(loss=_scores(model, batch).square().mean()), options=OPTIONS
-    )
-    with pytest.raises(TargetError, match="returned a Unknown; expected a dict, tuple or list"):
-        step(towers_batch(0))
 
 
 class LogsItself(nn.Module):
