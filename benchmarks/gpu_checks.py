@@ -68,7 +68,6 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 LONGEST_PROCESS_S = 120
 """Seconds after which a process hangs."""
 
-
 BLOCKS_THAT_FIT = 16
 """Blocks of one warp that an SM holds at once, on any GPU."""
 

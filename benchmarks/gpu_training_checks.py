@@ -281,7 +281,7 @@ def lanes_account_for_their_memory(gpu: TorchGpu) -> Outcome:
         for _ in range(4):
             run(inputs)
     forwards = [made for made in _executables() if made.graph.role is Role.INFERENCE]
-    taken = {each.lane: each.num_bytes for made in forwards for each in made.lane_memory}
+    taken = {lane: size for made in forwards for lane, size in made.lane_bytes().items()}
     shown = ", ".join(f"lane {lane} {format_bytes(size)}" for lane, size in taken.items())
     return Outcome(is_met=bool(taken) and all(taken.values()), text=shown or "no lane took memory", numbers=taken)
 

@@ -31,6 +31,7 @@ from apollo_compile.tools.bench.task import (
     AGAIN,
     INDUCTOR_MODES,
     KEPT_MEMORY,
+    LIBRARIES,
     PLANS,
     TOLERANCES,
     VARIANTS,
@@ -42,7 +43,7 @@ from benchmarks.workloads.specs import SPECS
 
 _AS_RIVAL = (Variant(name="inductor-as-rival", backend="inductor", stepper="benchmarks.harness.rival:Rival"),)
 
-_KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *AGAIN, *_AS_RIVAL, *PLANS)}
+_KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *AGAIN, *_AS_RIVAL, *LIBRARIES, *PLANS)}
 
 _BATCHES = {"two_tower": (1, 4, 8), "whisper": (1, 2, 4)}
 _OTHER_BATCHES = (2, 4, 8)

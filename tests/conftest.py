@@ -32,6 +32,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.browser"]
+
 # `pytest --hypothesis-profile soak` draws many more examples, other ones every time.
 _ANY_TIME = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("soak", max_examples=2000, print_blob=True, **_ANY_TIME)

@@ -91,8 +91,7 @@ def bound_of(cluster: Cluster, jobs: Sequence[Job], objective: Objective) -> flo
     """Return a time that no schedule is below, interrupted or not."""
     if not jobs:
         return 0.0
-    price = prices(cluster, jobs)
-    capacity = sum(nodes.count * nodes.devices * price[nodes.kind] for nodes in cluster.nodes)
+    price, capacity = prices(cluster, jobs)
     fitting = [[gang for gang in job.gangs if cluster.fits(gang)] for job in jobs]
     shortest = [min(map(job.seconds, gangs)) for job, gangs in zip(jobs, fitting, strict=True)]
     work = [

@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apollo_compile.cluster.room import Room
-from apollo_compile.cluster.simulate import Decision, Policy, State
+from apollo_compile.cluster.simulate import Decision, Policy, Room, State
 from apollo_compile.cluster.values import Cluster, Gang, Job
 from apollo_compile.errors import ClusterError
 
-ROUND_S = 360.0
-"""Gavel's rounds."""
 
-
-@dataclass(frozen=True, slots=True)
 class Fcfs:
     """First come, first served, each on the fastest free devices of the number that it asked for."""
 
-    name: str = "fcfs"
-    round_s: float = math.inf
+    name, round_s = "fcfs", math.inf
 
     def decide(self, state: State) -> Decision:
         """Start jobs in the order of their arrival, up to the first that has to wait."""
@@ -43,7 +36,6 @@ class Fcfs:
         return Decision(tuple(starts))
 
 
-@dataclass(frozen=True, slots=True)
 class Gavel:
     """Max-min fairness over kinds of devices, in rounds.
 
@@ -52,8 +44,7 @@ class Gavel:
     among these the ones that gain most from the faster kind choose first.
     """
 
-    name: str = "gavel"
-    round_s: float = ROUND_S
+    name, round_s = "gavel", 360.0
 
     def decide(self, state: State) -> Decision:
         """Choose again at the begin of a round, and between rounds only start jobs on free devices."""
@@ -119,8 +110,7 @@ class Apollo:
         bias: factor of the cost of every job in the order; a search varies it.
     """
 
-    name = "apollo"
-    round_s = math.inf
+    name, round_s = "apollo", math.inf
 
     def __init__(
         self,
@@ -131,8 +121,7 @@ class Apollo:
         longest_first: bool = False,
         bias: Sequence[float] | None = None,
     ) -> None:
-        price = prices(cluster, jobs)
-        capacity = sum(nodes.count * nodes.devices * price[nodes.kind] for nodes in cluster.nodes)
+        price, capacity = prices(cluster, jobs)
         self._gangs = [tuple(gang for gang in job.gangs if cluster.fits(gang)) for job in jobs]
         self._classes = sorted({(gang.kind, gang.devices) for gangs in self._gangs for gang in gangs})
         index = {each: place for place, each in enumerate(self._classes)}
@@ -190,8 +179,8 @@ class Apollo:
         return found
 
 
-def prices(cluster: Cluster, jobs: Sequence[Job]) -> dict[str, float]:
-    """Return, by kind, the mean speed of a device there relative to the fastest kind of the same job."""
+def prices(cluster: Cluster, jobs: Sequence[Job]) -> tuple[dict[str, float], float]:
+    """Return, by kind, the mean speed of a device there relative to the fastest kind of the same job; and their sum."""
     kinds = [nodes.kind for nodes in cluster.nodes]
     sums = dict.fromkeys(kinds, 0.0)
     for job in jobs:
@@ -203,7 +192,8 @@ def prices(cluster: Cluster, jobs: Sequence[Job]) -> dict[str, float]:
         top = max(fastest.values())
         for kind in kinds:
             sums[kind] += fastest[kind] / top / len(jobs)
-    return {kind: max(value, 1e-3) for kind, value in sums.items()}
+    price = {kind: max(value, 1e-3) for kind, value in sums.items()}
+    return price, sum(nodes.count * nodes.devices * price[nodes.kind] for nodes in cluster.nodes)
 
 
 def policy_by_name(name: str, cluster: Cluster, jobs: Sequence[Job]) -> Policy:
@@ -212,7 +202,7 @@ def policy_by_name(name: str, cluster: Cluster, jobs: Sequence[Job]) -> Policy:
     Raises:
         ClusterError: there is none.
     """
-    known: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs, "gavel": Gavel, "apollo": lambda: Apollo(cluster, jobs)}
+    known: dict[str, Policy] = {each.name: each for each in (Fcfs(), Gavel(), Apollo(cluster, jobs))}
     if name not in known:
         raise ClusterError(f"unknown policy {name!r}; known: {', '.join(known)}")
-    return known[name]()
+    return known[name]

@@ -73,19 +73,14 @@ def _ray(cluster: Cluster, address: str | None) -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise ClusterError("Ray, which runs plans, is not installed: pip install apollo-compile[cluster]") from error
-    if address is None:
-        gpus = sum(nodes.count * nodes.devices for nodes in cluster.nodes if nodes.gpu)
-        resources = {nodes.kind: float(nodes.count * nodes.devices) for nodes in cluster.nodes}
-        ray.init(
-            num_cpus=1,  # Ray starts a process for each, and gangs use none
-            num_gpus=gpus,
-            resources=resources,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    else:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    simulated: dict[str, Any] = {
+        "num_cpus": 1,  # Ray starts a process for each, and gangs use none
+        "num_gpus": sum(nodes.count * nodes.devices for nodes in cluster.nodes if nodes.gpu),
+        "resources": {nodes.kind: float(nodes.count * nodes.devices) for nodes in cluster.nodes},
+        "include_dashboard": False,
+    }
+    options = simulated if address is None else {"address": address}
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
         yield ray
     finally:
@@ -130,7 +125,9 @@ class _Run:
         return self._ended
 
     def _start(self, placement: Placement) -> None:
-        bundles = [self._bundle(placement, devices) for _, devices in placement.nodes]
+        nodes = self._plan.cluster.of_kind(placement.gang.kind)
+        names = (placement.gang.kind, "GPU") if nodes is not None and nodes.gpu else (placement.gang.kind,)
+        bundles = [dict.fromkeys(names, float(devices)) for _, devices in placement.nodes]
         self._require(placement, bundles)
         strategy = "STRICT_PACK" if len(bundles) == 1 else self._spread
         group = self._ray.util.placement_group(bundles, strategy=strategy, name=placement.job)
@@ -161,11 +158,6 @@ class _Run:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         }
         return self._ray.remote(_Agent).options(**options).remote()
-
-    def _bundle(self, placement: Placement, devices: int) -> dict[str, float]:
-        nodes = self._plan.cluster.of_kind(placement.gang.kind)
-        bundle = {placement.gang.kind: float(devices)}
-        return {**bundle, "GPU": float(devices)} if nodes is not None and nodes.gpu else bundle
 
     def _require(self, placement: Placement, bundles: list[dict[str, float]]) -> None:
         """Raise `ClusterError` where the gang would wait for ever."""

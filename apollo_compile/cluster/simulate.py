@@ -10,13 +10,60 @@ measured here: rates are those of the jobs' gangs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from apollo_compile.cluster.room import Nodes, Room
 from apollo_compile.cluster.values import Cluster, Gang, Job, Placement, Schedule
 from apollo_compile.errors import ClusterError
+
+Places = tuple[tuple[int, int], ...]
+"""Index of a node among those of its kind, and devices on it."""
+
+
+class Room:
+    """Free devices by node; `take` and `give` change it.
+
+    A gang of at most one node's devices takes the fullest node that has them free. A larger one takes whole free nodes,
+    and its rest from the fullest node that has it.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._size = {nodes.kind: nodes.devices for nodes in cluster.nodes}
+        self._free = {nodes.kind: [nodes.devices] * nodes.count for nodes in cluster.nodes}
+
+    def free(self, kind: str) -> int:
+        """Return the number of free devices of a kind."""
+        return sum(self._free[kind])
+
+    def find(self, gang: Gang) -> Places | None:
+        """Return the nodes that `gang` would take; None if it does not fit now."""
+        free, size = self._free.get(gang.kind), self._size.get(gang.kind, 1)
+        if free is None:
+            return None
+        num_whole, rest = divmod(gang.devices, size)
+        whole = [node for node, devices in enumerate(free) if devices == size][:num_whole]
+        if len(whole) < num_whole:
+            return None
+        found = [(node, size) for node in whole]
+        if rest:
+            able = [(devices, node) for node, devices in enumerate(free) if devices >= rest and node not in whole]
+            if not able:
+                return None
+            found.append((min(able)[1], rest))
+        return tuple(found)
+
+    def take(self, gang: Gang) -> Places | None:
+        """Take the devices of a gang and return their nodes; None, and nothing is taken, if it does not fit now."""
+        found = self.find(gang)
+        for node, devices in found or ():
+            self._free[gang.kind][node] -= devices
+        return found
+
+    def give(self, kind: str, nodes: Iterable[tuple[int, int]]) -> None:
+        """Return devices."""
+        for node, devices in nodes:
+            self._free[kind][node] += devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +81,7 @@ class Running:
     """A job on its devices."""
 
     gang: Gang
-    nodes: Nodes
+    nodes: Places
     start_s: float
     work_from_s: float
     """When it computes its first step: after the restart."""
@@ -63,15 +110,9 @@ class State:
 class Policy(Protocol):
     """Decides which jobs run."""
 
-    @property
-    def name(self) -> str:
-        """Name in tables and messages."""
-        ...
-
-    @property
-    def round_s(self) -> float:
-        """Time between decisions besides those at arrivals and ends, which are at its multiples; infinite for none."""
-        ...
+    name: str
+    round_s: float
+    """Time between decisions besides those at arrivals and ends, which are at its multiples; infinite for none."""
 
     def decide(self, state: State) -> Decision:
         """Return what to change now."""

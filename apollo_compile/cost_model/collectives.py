@@ -39,16 +39,6 @@ def send_seconds(num_bytes: float, link: Link) -> float:
     return link.latency + num_bytes / link.bandwidth
 
 
-def all_gather_seconds(num_bytes: float, ranks: int, link: Link) -> float:
-    """Return the time until each of `ranks` ranks has all `num_bytes`, of which it begins with its share."""
-    return (ranks - 1) * send_seconds(num_bytes / ranks, link)
-
-
-def reduce_scatter_seconds(num_bytes: float, ranks: int, link: Link) -> float:
-    """Return the time until each of `ranks` ranks has its share of the sum of `num_bytes` from each rank."""
-    return all_gather_seconds(num_bytes, ranks, link)  # the same rounds, backwards
-
-
 def all_reduce_seconds(num_bytes: float, ranks: int, link: Link) -> float:
     """Return the time until each of `ranks` ranks has the sum of `num_bytes` from each rank."""
-    return reduce_scatter_seconds(num_bytes, ranks, link) + all_gather_seconds(num_bytes, ranks, link)
+    return 2 * (ranks - 1) * send_seconds(num_bytes / ranks, link)

@@ -1,8 +1,8 @@
-"""Devices: their profiles, and how programs run on them.
+"""Devices, and how programs run on them.
 
-profile.py      calibrated constants and rates of a device
-fingerprint.py  identity of the machine that a measurement was taken on
-lanes.py        the catalogue of lanes that a program may use
-cpu/            lanes of pinned threads
-gpu/            lanes of green contexts, and CUDA graphs
+open.py    opens the device of a Dynamo graph
+trials.py  programs by which a device is tried out
+cpu/       lanes of pinned threads
+gpu/       lanes that are streams, and CUDA graphs
+profiles/  device profiles that come with the package
 """

@@ -18,12 +18,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from apollo_compile.errors import InfeasiblePlanError
 
-DESCENTS_SHARE, POOL_SHARE = 0.5, 0.25
-"""Shares of the time: for descents, at most, and for CP-SAT on the pool, whose bound soon stays the same."""
+DESCENTS_SHARE = 0.5
+"""Largest share of the time for descents."""
 
 MOST_INTERVALS = 6_000
 """Intervals on devices up to which CP-SAT places modules in useful time."""
@@ -156,7 +157,7 @@ class Scheduler:
     def best_of_orders(self, choices: Sequence[Choice]) -> Placement:
         """Return the shorter schedule of two orders: the longest rest first, and as the tasks are given."""
         orders = (self.critical_order(choices), range(len(self.fleet.tasks)))
-        return min((self.schedule(choices, order) for order in orders), key=lambda placement: placement.makespan)
+        return min((self.schedule(choices, order) for order in orders), key=attrgetter("makespan"))
 
     def schedule(self, choices: Sequence[Choice], order: Sequence[int]) -> Placement:
         """Return the schedule that starts the tasks of an order as early as those before it allow, also in their gaps.
@@ -277,36 +278,30 @@ def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, u
                 f"is {memory} bytes"
             )
         kept = [least.choices]
-    found = sorted((scheduler.best_of_orders(choices) for choices in kept), key=_makespan)
+    found = sorted((scheduler.best_of_orders(choices) for choices in kept), key=attrgetter("makespan"))
     for turn, start in enumerate(found, 1):
         deadline = begin + seconds * DESCENTS_SHARE * turn / len(found)
         found[turn - 1] = _descend(scheduler, start, deadline)
-    best, bound = min(found, key=_makespan), _simple_bound(fleet)
+    best, bound = min(found, key=attrgetter("makespan")), _simple_bound(fleet)
     if use_solver and bound < best.makespan:
         count = sum(len(groups_of(fleet, m)) * m.devices for task in fleet.tasks for m in fleet.modules[task.module])
         is_pool = count > MOST_INTERVALS
-        left = seconds * POOL_SHARE if is_pool else begin + seconds - time.monotonic()
-        outcome = placement_model.search(fleet, is_pool=is_pool, hint=best, bound=bound, seconds=max(0.1, left))
+        left = max(0.1, begin + seconds - time.monotonic())
+        outcome = placement_model.search(fleet, is_pool=is_pool, hint=best, bound=bound, seconds=left)
         bound = outcome.bound
         if outcome.choices and not is_pool:
-            best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=_makespan)
+            best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=attrgetter("makespan"))
     return Placed(placement=best, bound=min(bound, best.makespan))
-
-
-def _makespan(placement: Placement) -> int:
-    return placement.makespan
 
 
 def _uniform(fleet: Fleet) -> list[tuple[Choice, ...]]:
     """Return choices in which all modules have about the same devices and units, from the first device on."""
 
-    def nearest(modes: Sequence[Mode], devices: int, units: int) -> int:
-        return min(
-            range(len(modes)), key=lambda index: (abs(modes[index].devices - devices), abs(modes[index].units - units))
-        )
+    def nearest(modes: Sequence[Mode], like: Mode) -> int:
+        off = [(abs(mode.devices - like.devices), abs(mode.units - like.units)) for mode in modes]
+        return off.index(min(off))
 
-    kinds = {(mode.devices, mode.units) for modes in fleet.modules for mode in modes}
-    return [tuple((nearest(modes, *kind), 0) for modes in fleet.modules) for kind in sorted(kinds)]
+    return [tuple((nearest(modes, like), 0) for modes in fleet.modules) for each in fleet.modules for like in each]
 
 
 def _simple_bound(fleet: Fleet) -> int:
@@ -345,5 +340,7 @@ def _descend(scheduler: Scheduler, best: Placement, deadline: float) -> Placemen
                 first = min(groups_of(fleet, mode), key=lambda each: max(load[each : each + mode.devices]))
                 choices = (*best.choices[:module], (number, first), *best.choices[module + 1 :])
                 if fits(fleet, choices) and time.monotonic() < deadline:
-                    best = min(best, scheduler.schedule(choices, scheduler.critical_order(choices)), key=_makespan)
+                    best = min(
+                        best, scheduler.schedule(choices, scheduler.critical_order(choices)), key=attrgetter("makespan")
+                    )
     return best

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
@@ -49,21 +49,78 @@ def search(fleet: Fleet, *, hint: Placement, bound: int, seconds: float, is_pool
         is_pool: leave out where the groups are, for a lower bound and numbers of devices.
     """
     tick = max(1, hint.makespan // MOST_TICKS)
-    model = _Model(fleet, tick, -(-hint.makespan // tick), is_pool)
-    model.cp.add(model.makespan >= bound // tick)
-    model.hint(hint)
-    model.cp.minimize(model.makespan)
-    solver, status = _solve(model.cp, seconds)
+    horizon = -(-hint.makespan // tick)
+    cp = cp_model.CpModel()
+    at = _options(cp, fleet, is_pool=is_pool)
+    makespan = cp.new_int_var(bound // tick, horizon, "makespan")
+    starts = [cp.new_int_var(0, horizon, f"start {task}") for task in range(len(fleet.tasks))]
+    ends = [cp.new_int_var(0, horizon, f"end {task}") for task in range(len(fleet.tasks))]
+    whole = fleet.devices * fleet.units
+    users: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in range(1 if is_pool else fleet.devices)]
+    own: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in fleet.modules]
+    work: list[list[cp_model.LinearExprT]] = [[] for _ in fleet.tasks]
+    for index, task in enumerate(fleet.tasks):
+        cp.add(ends[index] <= makespan)
+        for (number, first), on in at[task.module].items():
+            mode, duration = fleet.modules[task.module][number], task.durations[number] // tick
+            name = f"task {index} in mode {number} at {first}"
+            interval = cp.new_optional_interval_var(starts[index], duration, ends[index], on, name)
+            work[index].append(on * (duration * mode.units * mode.devices))
+            own[task.module].append((interval, mode.units))
+            for device in (0,) if is_pool else range(first, first + mode.devices):
+                users[device].append((interval, mode.units * (mode.devices if is_pool else 1)))
+    limits = [(each, whole if is_pool else fleet.units) for each in users] + [(each, fleet.units) for each in own]
+    for intervals, limit in limits:
+        cp.add_cumulative([interval for interval, _ in intervals], [units for _, units in intervals], limit)
+    for arc in fleet.arcs:
+        cp.add(starts[arc.after] >= ends[arc.before])
+    if fleet.memory is not None and not is_pool:
+        for device in range(fleet.devices):
+            cp.add(_memory_on(fleet, at, device) <= fleet.memory)
+    _add_work(cp, fleet, work, starts, ends, makespan)
+    for options, (mode_of_hint, place) in zip(at, hint.choices, strict=True):
+        for (number, first), on in options.items():
+            cp.add_hint(on, number == mode_of_hint and (is_pool or first == place))
+    for variable, value in zip((*starts, makespan), (*hint.starts, hint.makespan), strict=True):
+        cp.add_hint(variable, value // tick)
+    cp.minimize(makespan)
+    solver, status = _solve(cp, seconds)
     floor = solver.best_objective_bound
     order: list[int] = []
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        times = [(solver.value(start), solver.value(end)) for start, end in zip(model.starts, model.ends, strict=True)]
+        times = [(solver.value(start), solver.value(end)) for start, end in zip(starts, ends, strict=True)]
         order = sorted(range(len(times)), key=lambda task: (times[task], task))
     return Outcome(
-        choices=_chosen(solver, model.at) if order else (),
+        choices=_chosen(solver, at) if order else (),
         order=tuple(order),
         bound=max(bound, round(floor) * tick if math.isfinite(floor) else 0),
     )
+
+
+def _add_work(
+    cp: cp_model.CpModel,
+    fleet: Fleet,
+    work: Sequence[Sequence[cp_model.LinearExprT]],
+    starts: Sequence[cp_model.IntVar],
+    ends: Sequence[cp_model.IntVar],
+    makespan: cp_model.IntVar,
+) -> None:
+    """Add, implied by the rest: all units have time for the work before a task, after it, and for all work."""
+    units = fleet.devices * fleet.units
+    before: list[set[int]] = [set() for _ in fleet.tasks]
+    after: list[set[int]] = [set() for _ in fleet.tasks]
+    for arc in sorted(fleet.arcs, key=lambda arc: arc.after):
+        before[arc.after] |= before[arc.before] | {arc.before}
+    for arc in sorted(fleet.arcs, key=lambda arc: -arc.before):
+        after[arc.before] |= after[arc.after] | {arc.after}
+
+    def work_of(tasks: Iterable[int]) -> cp_model.LinearExprT:
+        return sum(term for task in tasks for term in work[task])
+
+    for index in range(len(fleet.tasks)):
+        cp.add(work_of(before[index]) <= units * starts[index])
+        cp.add(work_of(after[index]) <= units * (makespan - ends[index]))
+    cp.add(work_of(range(len(fleet.tasks))) <= units * makespan)
 
 
 def least_memory(fleet: Fleet, *, seconds: float) -> Outcome:
@@ -123,81 +180,3 @@ def _memory_on(fleet: Fleet, at: _Options, device: int) -> cp_model.LinearExprT:
         for (mode, first), on in options.items()
         if first <= device < first + fleet.modules[index][mode].devices
     )
-
-
-class _Model:
-    """The variables and rules of a fleet in CP-SAT.
-
-    Arguments:
-        fleet: the problem.
-        tick: unit of time in the model.
-        horizon: longest makespan, in ticks.
-        is_pool: whether devices are one pool.
-    """
-
-    def __init__(self, fleet: Fleet, tick: int, horizon: int, is_pool: bool) -> None:
-        self.fleet, self.tick, self.is_pool = fleet, tick, is_pool
-        self.cp = cp_model.CpModel()
-        self.at = _options(self.cp, fleet, is_pool=is_pool)
-        self.makespan = self.cp.new_int_var(0, horizon, "makespan")
-        self.starts = [self.cp.new_int_var(0, horizon, f"start {task}") for task in range(len(fleet.tasks))]
-        self.ends = [self.cp.new_int_var(0, horizon, f"end {task}") for task in range(len(fleet.tasks))]
-        self._add_tasks()
-        for arc in fleet.arcs:
-            self.cp.add(self.starts[arc.after] >= self.ends[arc.before])
-        if not is_pool and fleet.memory is not None:
-            for device in range(fleet.devices):
-                self.cp.add(_memory_on(fleet, self.at, device) <= fleet.memory)
-
-    def hint(self, placement: Placement) -> None:
-        """Begin the search with a placement."""
-        for options, (mode, first) in zip(self.at, placement.choices, strict=True):
-            for (number, place), on in options.items():
-                self.cp.add_hint(on, number == mode and (self.is_pool or place == first))
-        for start, variable in zip(placement.starts, self.starts, strict=True):
-            self.cp.add_hint(variable, start // self.tick)
-        self.cp.add_hint(self.makespan, placement.makespan // self.tick)
-
-    def _add_tasks(self) -> None:
-        """Add the tasks with the units that they use."""
-        fleet, cp = self.fleet, self.cp
-        whole = fleet.devices * fleet.units
-        users: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in range(1 if self.is_pool else fleet.devices)]
-        own: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in fleet.modules]
-        work: list[list[cp_model.LinearExprT]] = [[] for _ in fleet.tasks]
-        for index, task in enumerate(fleet.tasks):
-            for (number, first), on in self.at[task.module].items():
-                mode, duration = fleet.modules[task.module][number], task.durations[number] // self.tick
-                interval = cp.new_optional_interval_var(
-                    self.starts[index], duration, self.ends[index], on, f"task {index} in mode {number} at {first}"
-                )
-                work[index].append(on * (duration * mode.units * mode.devices))
-                own[task.module].append((interval, mode.units))
-                if self.is_pool:
-                    users[0].append((interval, mode.devices * mode.units))
-                else:
-                    for device in range(first, first + mode.devices):
-                        users[device].append((interval, mode.units))
-            cp.add(self.ends[index] <= self.makespan)
-        limits = [(each, whole if self.is_pool else fleet.units) for each in users]
-        for intervals, limit in limits + [(each, fleet.units) for each in own]:
-            cp.add_cumulative([interval for interval, _ in intervals], [units for _, units in intervals], limit)
-        self._add_work(work, whole)
-
-    def _add_work(self, work: list[list[cp_model.LinearExprT]], units: int) -> None:
-        """Add, implied by the rest: the units have time for the work before a task, after it, and for all work."""
-        fleet = self.fleet
-        before: list[set[int]] = [set() for _ in fleet.tasks]
-        after: list[set[int]] = [set() for _ in fleet.tasks]
-        for arc in sorted(fleet.arcs, key=lambda arc: arc.after):
-            before[arc.after] |= before[arc.before] | {arc.before}
-        for arc in sorted(fleet.arcs, key=lambda arc: -arc.before):
-            after[arc.before] |= after[arc.after] | {arc.after}
-
-        def work_of(tasks: Iterable[int]) -> cp_model.LinearExprT:
-            return sum(term for task in tasks for term in work[task])
-
-        for index in range(len(fleet.tasks)):
-            self.cp.add(work_of(before[index]) <= units * self.starts[index])
-            self.cp.add(work_of(after[index]) <= units * (self.makespan - self.ends[index]))
-        self.cp.add(work_of(range(len(fleet.tasks))) <= units * self.makespan)

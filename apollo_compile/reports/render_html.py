@@ -103,7 +103,7 @@ def _template() -> jinja2.Template:
         mark_source=mark_source,
         module_graph=place_modules,
         rows=lane_rows,
-        ticks=place_ticks,
+        ticks=make_ticks,
         waits=place_waits,
         short=short_name,
         where=percent_of,
@@ -176,11 +176,6 @@ class Tick(NamedTuple):
     label: str
     is_minor: bool
     """Shown only when there is room."""
-
-
-def place_ticks(graph: GraphSummary) -> list[Tick]:
-    """Return round times on the scale of a graph, subdivided by minor ticks."""
-    return make_ticks(time_scale(graph))
 
 
 def make_ticks(scale_ns: int) -> list[Tick]:

@@ -27,7 +27,7 @@ from apollo_compile.reports.values import ModelSummary
 from apollo_compile.reports.why import explain_place
 from apollo_compile.store.files import check_format, read_file
 
-FORMAT = 5
+FORMAT = 6
 """Number of the JSON form."""
 
 _MAX_BYTES = 256 * 2**20

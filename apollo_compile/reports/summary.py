@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from apollo_compile.ir import Lane, LaneId, Mode, Segment, SegmentGraph, Trace, Variant
 from apollo_compile.reports.branches import name_branches, summarize_modules, summarize_pairs
+from apollo_compile.reports.ensembles import find_ensembles
 from apollo_compile.reports.timelines import make_timelines
 from apollo_compile.reports.values import (
     Bottleneck,
@@ -121,6 +122,7 @@ def summarize(
         num_replans=num_replans,
         peak_bytes=compilation.memory.peak_bytes,
         memory_quota=plan.memory_quota,
+        ensembles=find_ensembles(compilation),
         is_deterministic=is_deterministic,
         is_cold=is_cold,
     )

@@ -208,6 +208,17 @@ class DeviceSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EnsembleSummary:
+    """Independent segments that run the same code."""
+
+    names: tuple[str, ...]
+    apart_ns: int
+    """Least time that they take side by side, from formulas."""
+    batched_ns: int
+    """Time of one batched call in their place, on all units."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSummary:
     """One FX graph."""
 
@@ -253,6 +264,8 @@ class GraphSummary:
     peak_bytes: int
     """Planned peak of buffers between segments."""
     memory_quota: int | None
+    ensembles: tuple[EnsembleSummary, ...] = ()
+    """Equal segments that one batched call could replace."""
     without_formula: tuple[str, ...] = ()
     """Operators whose work is their bytes alone."""
     is_deterministic: bool = False

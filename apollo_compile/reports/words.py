@@ -48,6 +48,9 @@ MAX_PAIRS = 4
 MAX_GRAPHS = 4
 """Number of graphs that a line about states names, per stage."""
 
+WORTH_BATCHING = 1.2
+"""Time of equal segments side by side over that of one batched call from which it is worth a sentence."""
+
 WRONG = 1.1
 """Measured over predicted time from which the difference is worth a sentence."""
 
@@ -240,6 +243,13 @@ def _remedies(graph: GraphSummary, report: ModelSummary) -> list[str]:
             f"{share[Bottleneck.COMPUTE]:.0%} of the time compute, and {largest.name} takes "
             f"{largest.predicted_ns / total:.0%} of it."
         )
+    for each in graph.ensembles:
+        if each.apart_ns > WORTH_BATCHING * each.batched_ns:
+            found.append(
+                f"Try torch.vmap over torch.func.stack_module_state: {len(each.names)} independent segments run the "
+                f"same code ({_first(each.names)}), which takes {format_ns(each.apart_ns)} or more side by side, and "
+                f"{format_ns(each.batched_ns)} as one batched call, by prediction."
+            )
     if report.breaks and not report.fragments:  # `fragments` covers the breaks of all graphs
         found.append(
             f"Try to remove the {len(report.breaks)} graph breaks below: nothing overlaps across a break."

@@ -3,9 +3,7 @@
 files.py         formats and stores of files: age, eviction, lock, atomic write, damage
 keys.py          keys of findings and bundles
 history.py       findings about graphs, and generations of bundles
-matmul_gains.py  gains of oneDNN over BLAS per matmul
 self_checks.py   results of self-checks of a GPU, driver and torch
 profiles.py      files of device profiles
 plan_file.py     files of plans
-verdicts.py      selected variants of Dynamo graphs on a GPU
 """

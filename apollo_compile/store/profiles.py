@@ -4,7 +4,6 @@
     default_profile(units)                      the packaged profile of CPUs
     cached_profile_path(...)                    the cached profile of this machine
     inspect_profile(path, fingerprint)          the profile in a file, if it is of the machine with this fingerprint
-    find_profile(path, fingerprint)             `inspect_profile`, with a WARNING if the user should calibrate again
 
 A file has the fingerprint of the machine that its profile was measured on. A damaged or stale file is not used; a stale
 calibrated profile stays on disk, since it took minutes to make.
@@ -12,19 +11,15 @@ calibrated profile stays on disk, since it took minutes to make.
 
 from __future__ import annotations
 
-import enum
 import functools
-import logging
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from apollo_compile.errors import ConfigError
-from apollo_compile.store.files import FileFormat, FileState
+from apollo_compile.store.files import FileFormat, FileState, Found
 from apollo_compile.target.fingerprint import Fingerprint, describe_changes
 from apollo_compile.target.profile import DeviceProfile, limit_units
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,55 +91,17 @@ def cached_profile_path(cache_dir: Path, units: int) -> Path:
     return cache_dir / f"profile-{units}.json"
 
 
-class ProfileState(enum.StrEnum):
-    """Whether a profile's file can be used."""
+def inspect_profile(path: Path, fingerprint: Fingerprint) -> Found[DeviceProfile]:
+    """Return the profile in a file if it was measured on the machine with this fingerprint.
 
-    CURRENT = "current"
-    """Calibrated on this machine in its present state."""
-    SCALED = "scaled"
-    """Scaled by the quick measurement on this machine."""
-    MISSING = "missing"
-    STALE = "stale"
-    """Measured on another machine or version of torch."""
-    DAMAGED = "damaged"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileInspection:
-    """The result of reading a profile's file."""
-
-    state: ProfileState
-    detail: str
-    profile: DeviceProfile | None
-    """The profile, if it can be used."""
-    is_replaceable: bool = False
-    """Whether a quick measurement may replace it; a calibrated profile is kept even if it is stale."""
-
-
-def inspect_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
-    """Return the profile in a file, and whether it was measured on the machine with this fingerprint."""
+    A profile of another machine or version of torch is stale; one that was scaled by a quick measurement counts as
+    missing then, since it may be replaced.
+    """
     found = _FORMAT.inspect(path)
     if found.content is None:
-        is_missing = found.state is FileState.MISSING
-        state = ProfileState(found.state.value)
-        return ProfileInspection(state=state, detail=found.detail, profile=None, is_replaceable=is_missing)
+        return Found(state=found.state, detail=found.detail)
     profile, before = found.content.profile, found.content.fingerprint
-    is_scaled = profile.source == "scaled"
-    if before != fingerprint or profile.units != fingerprint.units:
-        detail = describe_changes(before, fingerprint) or "other units"
-        return ProfileInspection(state=ProfileState.STALE, detail=detail, profile=None, is_replaceable=is_scaled)
-    state = ProfileState.SCALED if is_scaled else ProfileState.CURRENT
-    return ProfileInspection(state=state, detail=profile.source, profile=profile)
-
-
-def find_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
-    """Return the result of `inspect_profile`; warn if the user should calibrate again."""
-    found = inspect_profile(path, fingerprint)
-    if found.profile is None and not found.is_replaceable:
-        _logger.warning(
-            "device profile %s is %s (%s); using the default until you run 'apollo calibrate'",
-            path,
-            found.state.value,
-            found.detail,
-        )
-    return found
+    if before == fingerprint and profile.units == fingerprint.units:
+        return Found(state=FileState.CURRENT, content=profile)
+    state = FileState.MISSING if profile.source == "scaled" else FileState.STALE
+    return Found(state=state, detail=describe_changes(before, fingerprint) or "other units")

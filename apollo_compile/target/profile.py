@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,21 +40,6 @@ class Arithmetic:
     kind: KernelKind
     dtype: str
     rates: tuple[Rate, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
-    """What the compiler has to know of a kind of device."""
-
-    overlap: Literal["sum", "max"]
-    is_predictable: bool
-    owners_release: bool
-
-
-_KINDS: Mapping[str, _Kind] = {
-    "cpu": _Kind(overlap="sum", is_predictable=True, owners_release=False),
-    "cuda": _Kind(overlap="max", is_predictable=False, owners_release=True),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +111,7 @@ class DeviceProfile:
     @property
     def overlap(self) -> Literal["sum", "max"]:
         """How arithmetic and memory time of one kernel combine: their sum, or the longer of the two."""
-        return _KINDS[self.kind].overlap
+        return "sum" if self.kind == "cpu" else "max"
 
     @property
     def is_predictable(self) -> bool:
@@ -135,12 +120,12 @@ class DeviceProfile:
         On a GPU they are inaccurate until bodies are timed: a matmul that just fits the whole device takes twice as
         long on a slightly smaller lane.
         """
-        return _KINDS[self.kind].is_predictable
+        return self.kind == "cpu"
 
     @property
     def owners_release(self) -> bool:
         """Whether freed memory returns to the lane that allocated it, so that only that lane may release it."""
-        return _KINDS[self.kind].owners_release
+        return self.kind == "cuda"
 
     def flops_per_s(self, kind: KernelKind, dtype: str, flops: int, units: int) -> float:
         """Return the rate of a kernel on `units` units.

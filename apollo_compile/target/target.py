@@ -117,22 +117,6 @@ class Runnable(Protocol):
         """Release the memory held for the next run; the next run allocates it again."""
 
 
-class Unsegmented:
-    """What a program answers that has no segments of ours: a whole graph, as Inductor compiled it."""
-
-    def trace(self) -> Trace:
-        """Return no spans."""
-        return Trace(spans=(), duration_ns=0)
-
-    def measure(self, inputs: Sequence[torch.Tensor]) -> Observations | None:
-        """Return None: there are no bodies."""
-        return None
-
-    def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return an empty mapping: lanes are not used."""
-        return {}
-
-
 class Target(Protocol):
     """A device, as compiler and session see it; one per Dynamo graph, whose graphs may share memory on it."""
 

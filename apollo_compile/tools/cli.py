@@ -380,8 +380,8 @@ def _bench(args: argparse.Namespace) -> int:
         for variant in chosen
     ]
     task = Task(
-        builder="apollo_compile.tools.targets:build",
-        arguments={"target": args.target, "arguments": dict(args.set)},
+        builder="apollo_compile.tools.targets:load_target",
+        arguments={"text": args.target, "arguments": dict(args.set)},
         mode="inference" if args.inference else "train",
         dtype=args.dtype,
     )

@@ -145,8 +145,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace, tell: Tell) -> Answer:
+    from apollo_compile.cluster.launch import slurm_scripts
     from apollo_compile.cluster.plan import plan_jobs
-    from apollo_compile.cluster.slurm import slurm_scripts
 
     plan = plan_jobs(read_cluster(args.cluster), read_jobs(args.file), args.objective, seed=args.seed)
     if args.slurm is not None:

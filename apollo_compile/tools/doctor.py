@@ -26,8 +26,9 @@ from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.errors import ApolloError, ConfigError
 from apollo_compile.progress import Progress
+from apollo_compile.store.files import FileState
 from apollo_compile.store.plan_file import read_plans
-from apollo_compile.store.profiles import ProfileState, cached_profile_path, inspect_profile
+from apollo_compile.store.profiles import cached_profile_path, inspect_profile
 from apollo_compile.target.findings import Finding, Level
 
 LEAST_TORCH = (2, 11)
@@ -70,7 +71,7 @@ class MachineFacts:
     """Threads that torch uses."""
     has_openmp: bool | None = None
     """Whether torch was built with OpenMP."""
-    profile: ProfileState | None = None
+    profile: FileState | None = None
     profile_path: Path | None = None
     profile_detail: str = ""
     cache: Path | None = None
@@ -228,14 +229,14 @@ def _profile(facts: MachineFacts) -> Iterator[Finding]:
     advice = "run 'apollo calibrate': it takes about a minute"
     where = str(facts.profile_path)
     match facts.profile:
-        case ProfileState.CURRENT:
-            yield _ok("device profile", f"{where}, {facts.profile_detail}")
-        case ProfileState.SCALED:
+        case FileState.CURRENT if facts.profile_detail == "scaled":
             yield _note("device profile", f"{where} is the packaged profile, scaled by a quick measurement", advice)
-        case ProfileState.MISSING:
+        case FileState.CURRENT:
+            yield _ok("device profile", f"{where}, {facts.profile_detail}")
+        case FileState.MISSING:
             message = "this machine is not measured yet: the packaged profile will be scaled"
             yield _note("device profile", message, advice)
-        case ProfileState.STALE | ProfileState.DAMAGED:
+        case FileState.STALE | FileState.DAMAGED:
             yield _warning("device profile", f"{where} is {facts.profile.value} ({facts.profile_detail})", advice)
 
 
@@ -301,7 +302,7 @@ def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Machin
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     threads = None if torch is None else torch.get_num_threads()
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    state: ProfileState | None = None
+    state: FileState | None = None
     path, detail = None, ""
     if config is not None and torch is not None:
         if is_complete and config.device.profile is not None:
@@ -425,13 +426,13 @@ def _units(allowed: int, threads: int | None) -> int:
         return min(allowed, threads or allowed)
 
 
-def _look_at_profile(config: Config, units: int) -> tuple[ProfileState, Path, str]:
+def _look_at_profile(config: Config, units: int) -> tuple[FileState, Path, str]:
     if config.device.profile is not None:
-        return ProfileState.CURRENT, config.device.profile, "named by APOLLO_PROFILE"
+        return FileState.CURRENT, config.device.profile, "named by APOLLO_PROFILE"
     assert config.device.cache is not None, "load_config fills it in"
     path = cached_profile_path(config.device.cache, units)
     found = inspect_profile(path, machine_fingerprint(units))
-    return found.state, path, found.detail
+    return found.state, path, found.detail if found.content is None else found.content.source
 
 
 def _try_compiler(compiler: str) -> str | None:

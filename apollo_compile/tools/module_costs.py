@@ -11,6 +11,7 @@ Guarantees: the model and the inputs do not change, as in `explain.py`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -264,7 +265,7 @@ class _Tables:
         self._owners = [
             [owner_of(segment.module, names) for segment in g.partition.graph.segments] for g in self._graphs
         ]
-        self._known: dict[tuple[int, ...], tuple[Counter[str], Counter[str]]] = {}
+        self._compute = functools.cache(self._predict_batch)
 
     def tabulate(self, module: str) -> ModuleTable:
         """Return the table of one module."""
@@ -307,17 +308,13 @@ class _Tables:
 
     def _predict(self, sizes: Mapping[str, int]) -> tuple[Counter[str], Counter[str]]:
         """Return nanoseconds and flops by module, for a batch of these sizes."""
-        key = tuple(sizes[name] for name in self._example)
-        if key not in self._known:
-            self._known[key] = self._compute(sizes)
-        return self._known[key]
+        return self._compute(*(sizes[name] for name in self._example))
 
-    def _compute(self, sizes: Mapping[str, int]) -> tuple[Counter[str], Counter[str]]:
+    def _predict_batch(self, *sizes: int) -> tuple[Counter[str], Counter[str]]:
         times: Counter[str] = Counter()
         flops: Counter[str] = Counter()
         values = {}
-        for name, value in sizes.items():
-            symbol, slope, offset = self._expressions[name]
+        for (symbol, slope, offset), value in zip(self._expressions.values(), sizes, strict=True):
             values[symbol] = -(-(value - offset) // slope)
         for graph, owners in zip(self._graphs, self._owners, strict=True):
             capture = resize_capture(

@@ -80,11 +80,6 @@ def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> ModelC
     return _read(text, built)
 
 
-def build(target: str, arguments: Mapping[str, Any] | None = None) -> ModelCall:
-    """Return a target by name; `apollo_compile.tools.bench` calls it in its child processes."""
-    return load_target(target, arguments)
-
-
 def _import(place: str) -> ModuleType:
     path = Path(place)
     try:

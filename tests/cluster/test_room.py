@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from apollo_compile.cluster.room import Room
+from apollo_compile.cluster.simulate import Room
 from apollo_compile.cluster.values import Cluster, Gang, Nodes
 
 CLUSTER = Cluster(nodes=(Nodes(kind="gpu", count=3, devices=4),))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from apollo_compile.cluster.launch import SUBMIT, slurm_scripts
 from apollo_compile.cluster.plan import plan_jobs
-from apollo_compile.cluster.slurm import SUBMIT, slurm_scripts
 from apollo_compile.cluster.values import Cluster, Gang, Job, Nodes
 from apollo_compile.errors import ClusterError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,22 +40,9 @@ def run_ranks(
 ) -> Seen:
     """Run the scenarios of a module on `size` ranks; return what these saw of one."""
     folder = factory.mktemp("ranks")
-    patience = work.PATIENCE.total_seconds()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
-    mp.get_context("forkserver").set_forkserver_preload([module])
-    ranks = mp.start_processes(
-        work.run_rank, (module, size, store.port, folder), nprocs=size, join=False, start_method="forkserver"
-    )
-    deadline = time.monotonic() + 2 * patience
-    try:
-        while not ranks.join(timeout=5):
-            if time.monotonic() > deadline:
-                names = sorted(path.stem for path in folder.glob("*.pt"))
-                pytest.fail(f"the ranks hang: after {2 * patience:.0f} s they have done {names} only")
-    finally:
-        for process in ranks.processes:
-            if process.is_alive():
-                process.kill()
+    store = open_store()
+    patience = 2 * work.PATIENCE.total_seconds()
+    start_ranks(work.run_rank, (module, size, store.port, folder), module, size, patience, folder)
 
     def read(name: str) -> list[dict[str, Any]]:
         return [torch.load(folder / f"{name} {rank}.pt", weights_only=False) for rank in range(size)]
@@ -62,3 +50,35 @@ def run_ranks(
     for name in scenarios:
         config.stash[DURATIONS].append((f"{size} ranks, {name}", max(result["seconds"] for result in read(name))))
     return read
+
+
+def open_store() -> dist.TCPStore:
+    """Return a store for the ranks, on any free port."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def start_ranks(
+    function: Callable[..., None], arguments: tuple[Any, ...], module: str, size: int, seconds: float, folder: Path
+) -> None:
+    """Run a function on `size` ranks, in processes that have imported a module, and wait for them.
+
+    Arguments:
+        function: called with the rank and the arguments.
+        arguments: the arguments after the rank.
+        module: the module to import first.
+        size: number of ranks.
+        seconds: time limit.
+        folder: where the ranks write files.
+    """
+    mp.get_context("forkserver").set_forkserver_preload([module])
+    ranks = mp.start_processes(function, arguments, nprocs=size, join=False, start_method="forkserver")
+    deadline = time.monotonic() + seconds
+    try:
+        while not ranks.join(timeout=5):
+            if time.monotonic() > deadline:
+                written = sorted(path.stem for path in folder.glob("*.pt"))
+                pytest.fail(f"the ranks hang: after {seconds:.0f} s they have written {written} only")
+    finally:
+        for process in ranks.processes:
+            if process.is_alive():
+                process.kill()

@@ -5,14 +5,12 @@ The ranks start once and run everything one after the other; a test reads what t
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import apollo_compile
@@ -20,6 +18,7 @@ from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.build import pieces_of, trace_step, work_of
 from apollo_compile.passes.deploy import REST, Cluster
 from tests.distributed import deploy_work as work
+from tests.distributed.conftest import open_store, start_ranks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -30,20 +29,9 @@ pytestmark = pytest.mark.skipif(
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run the scenarios; return what every rank saw."""
     folder: Path = tmp_path_factory.mktemp("deployments")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
-    mp.get_context("forkserver").set_forkserver_preload([work.__name__])
-    processes = mp.start_processes(
-        work.run_rank, (store.port, folder), nprocs=work.SIZE, join=False, start_method="forkserver"
-    )
-    deadline = time.monotonic() + 4 * work.PATIENCE.total_seconds()
-    try:
-        while not processes.join(timeout=5):
-            if time.monotonic() > deadline:
-                pytest.fail("the ranks hang")
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
+    store = open_store()
+    patience = 4 * work.PATIENCE.total_seconds()
+    start_ranks(work.run_rank, (store.port, folder), work.__name__, work.SIZE, patience, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(work.SIZE)]
 
 
@@ -73,11 +61,11 @@ def test_modules_of_other_devices_take_no_memory(ranks: list[dict[str, Any]], ki
 
 
 def test_both_ranks_have_one_plan_with_the_graph_of_the_model(ranks: list[dict[str, Any]]) -> None:
-    """Readers are found through the code between modules."""
+    """A call reads what it is given, and comes after code between the modules that read more."""
     for kind in work.KINDS:
         assert ranks[0][kind]["plan"] == ranks[1][kind]["plan"]
     calls = {call.name: call for call in ranks[0]["chain"]["plan"].deployment.work.calls}
-    assert calls["reader"].inputs == ("encoder",) and calls["reader#1"].inputs == ()
+    assert calls["encoder"].inputs == () and calls["reader"].inputs == calls["reader#1"].inputs == ("encoder",)
     assert set(calls) == {"encoder", "reader", "reader#1", "code between the modules"}
 
 
@@ -158,5 +146,10 @@ def test_what_a_small_module_passes_on_is_read_too() -> None:
     }
     assert shares == {
         0.02: {"encoder": (), "reader": ("encoder",), REST: ("encoder", "reader")},
-        0.0: {"encoder": (), "small": ("encoder",), "reader": ("small",), REST: ("encoder", "small", "reader")},
+        0.0: {
+            "encoder": (),
+            "small": ("encoder",),
+            "reader": ("encoder", "small"),
+            REST: ("encoder", "small", "reader"),
+        },
     }

@@ -5,7 +5,6 @@ The ranks start once and run everything one after the other; a test reads what t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from apollo_compile.distributed.pipeline.durations import Orders
 from apollo_compile.distributed.pipeline.fill import fill
@@ -22,7 +20,7 @@ from apollo_compile.distributed.pipeline.simulate import end_of, orders_of, simu
 from apollo_compile.distributed.pipeline.text import format_prediction
 from apollo_compile.distributed.pipeline.values import Encoder, StageTimes, one_replica_per_rank
 from tests.distributed import pipeline_work as work
-from tests.distributed.conftest import DURATIONS
+from tests.distributed.conftest import DURATIONS, open_store, start_ranks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -35,20 +33,9 @@ Seen = Callable[[str], list[dict[str, Any]]]
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Run the scenarios; return what the ranks saw of one."""
     folder: Path = tmp_path_factory.mktemp("pipelines")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
-    mp.get_context("forkserver").set_forkserver_preload([work.__name__])
-    ranks = mp.start_processes(
-        work.run_rank, (store.port, folder), nprocs=work.SIZE, join=False, start_method="forkserver"
-    )
-    deadline = time.monotonic() + 2 * work.PATIENCE.total_seconds()
-    try:
-        while not ranks.join(timeout=5):
-            if time.monotonic() > deadline:
-                pytest.fail(f"the ranks hang: they have done {sorted(path.stem for path in folder.glob('*.pt'))} only")
-    finally:
-        for process in ranks.processes:
-            if process.is_alive():
-                process.kill()
+    store = open_store()
+    patience = 2 * work.PATIENCE.total_seconds()
+    start_ranks(work.run_rank, (store.port, folder), work.__name__, work.SIZE, patience, folder)
 
     def read(name: str) -> list[dict[str, Any]]:
         return [torch.load(folder / f"{name} {rank}.pt", weights_only=False) for rank in range(work.SIZE)]

@@ -308,7 +308,7 @@ def test_graphs_before_and_after_a_reset_have_names_of_their_own_in_a_report() -
         kept += registry.find_models(layer)
     both = apollo_compile.report(layers)
     assert [graph.name for graph in both.graphs] == ["0/0 inference", "0/0 inference#2"]
-    assert [graph.name for graph in both.diff(both).graphs] == ["0/0 inference", "0/0 inference#2"]
+    assert [graph.before.name for graph in both.diff(both).graphs] == ["0/0 inference", "0/0 inference#2"]
     second = apollo_compile.report(layers[1])
     assert [graph.name for graph in second.graphs] == ["0/0 inference"]
     assert both.diff(second).only_before == ("0/0 inference#2",)

@@ -29,9 +29,10 @@ from apollo_compile.pipeline import Decision
 from apollo_compile.reports.diff import compare, sides_of_plans
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
+from apollo_compile.store.files import FileState
 from apollo_compile.store.history import History
 from apollo_compile.store.plan_file import check_fits, load_plan, read_plans, save_plan
-from apollo_compile.store.profiles import ProfileState, default_profile, format_profile, inspect_profile, load_profile
+from apollo_compile.store.profiles import default_profile, format_profile, inspect_profile, load_profile
 from apollo_compile.target.compilation import Compilation, Finding
 from apollo_compile.target.fingerprint import Fingerprint
 from apollo_compile.target.lanes import lane_catalogue
@@ -104,11 +105,11 @@ def use_plan(path: Path) -> None:
 def use_profile(path: Path) -> None:
     """Load the profile of a file and ask it for rates."""
     found = inspect_profile(path, _FINGERPRINT)
-    assert (found.profile is None) == (found.state not in (ProfileState.CURRENT, ProfileState.SCALED))
+    assert (found.content is None) == (found.state is not FileState.CURRENT)
     try:
         profile: DeviceProfile = load_profile(path)
     except ConfigError:
-        assert found.state in (ProfileState.DAMAGED, ProfileState.MISSING)
+        assert found.state in (FileState.DAMAGED, FileState.MISSING)
         return
     for size in (0, 1, 10**6, 10**15):
         for kind in KernelKind:

@@ -12,6 +12,7 @@ import pytest
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.passes.deploy import (
+    LEAST_GAIN,
     Call,
     Cluster,
     Deployment,
@@ -85,8 +86,8 @@ def test_equal_towers_of_large_parameters_get_a_device_each() -> None:
     plan = plan_deployment(towers(100_000, 100_000, 100_000), cluster(2), seconds=3)
     found = groups_of(plan)
     assert {found["image"], found["text"]} == {(0, 1), (1, 1)}
-    sent, returned = 1_000 + 500, 2 * (1_000 + 250)  # by one device, and by two, each a half
-    assert plan.step_ns == 100_000 + sent + 10 + 20 + returned + 200_000
+    transfer = 1_000 + 500
+    assert plan.step_ns == 100_000 + transfer + 10 + 20 + transfer + 200_000
     assert plan.bound_ns >= plan.step_ns * 0.998
     assert plan.memory_bytes == (400_100 + 50, 400_100 + 50)
 
@@ -96,7 +97,7 @@ def test_unequal_towers_of_small_parameters_are_data_parallel() -> None:
     plan = plan_deployment(towers(100_000, 10_000), cluster(2), seconds=3)
     assert groups_of(plan) == {"image": (0, 2), "text": (0, 2), "loss": (0, 2)}
     one_sum = 2 * (1_000 + 500)  # two rounds of half of the bytes
-    transfers = 3 * 2 * (1_000 + 250)  # two outputs and the gradients of the loss's inputs, each by two devices
+    transfers = 3 * (1_000 + 500)  # two outputs, and the gradients of the loss's inputs
     assert plan.step_ns == plan.baselines[0].step_ns == 3 * (50_000 + 5_000 + 10) + transfers + 2 * one_sum
 
 
@@ -107,6 +108,20 @@ def test_updates_of_the_optimizer_take_time_on_every_device_of_a_group() -> None
     modules = tuple(replace(module, update_ns=100_000) for module in work.modules[:2])
     slow = replace(work, modules=(*modules, work.modules[2]))
     assert groups_of(plan_deployment(slow, cluster(2), seconds=3))["image"][1] == 1
+
+
+@pytest.mark.parametrize(("num_bytes", "devices"), [(10_000, 2), (100_000, 1)])
+def test_a_measured_plan_differs_from_data_parallelism_only_where_it_is_clearly_better(
+    num_bytes: int, devices: int
+) -> None:
+    """Which a given one does for any gain; the bound stays."""
+    work = towers(100_000, 100_000, num_bytes)
+    given = plan_deployment(work, cluster(2), seconds=3)
+    measured = plan_deployment(work, replace(cluster(2), is_measured=True), seconds=3)
+    assert groups_of(given)["image"][1] == 1 and groups_of(measured)["image"][1] == devices
+    gain = 1 - given.step_ns / given.baselines[0].step_ns
+    assert 0 < gain < LEAST_GAIN if devices == 2 else gain > LEAST_GAIN
+    assert measured.bound_ns <= given.step_ns <= measured.step_ns
 
 
 def test_a_frozen_module_sums_nothing() -> None:

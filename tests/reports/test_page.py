@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from apollo_compile.reports.glossary import GLOSSARY
-from apollo_compile.reports.render_html import NODE_HEIGHT, NODE_WIDTH, place_modules, place_ticks, time_scale
+from apollo_compile.reports.render_html import NODE_HEIGHT, NODE_WIDTH, make_ticks, place_modules, time_scale
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
@@ -120,7 +120,7 @@ def test_a_notebook_shows_the_page_in_a_frame() -> None:
 def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
     """On every saved graph."""
     for graph in workload_report(workload).graphs:
-        ticks = place_ticks(graph)
+        ticks = make_ticks(time_scale(graph))
         assert 4 <= sum(not tick.is_minor for tick in ticks) <= 10
         places = [float(tick.place.removesuffix("%")) for tick in ticks]
         assert places == sorted(places) and places[-1] < 100
@@ -237,6 +237,16 @@ def test_pointing_at_a_segment_shows_its_numbers(tab: Any) -> None:
     assert tab.locator(".bar.needs").count() == 3 * 2  # two segments on three timelines
     tab.locator("h2").first.hover()
     assert not tip.is_visible() and tab.locator(".bar.needs").count() == 0
+
+
+def test_a_tap_shows_the_numbers_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    """Where nothing can be pointed at."""
+    full_report().save_html(tmp_path / "report.html")
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    opened = Tab(browser, tmp_path / "report.html", **phone)
+    opened.page.locator(".line[data-line=measured] .bar").first.tap()
+    opened.page.wait_for_function("!document.getElementById('tip').hidden")
+    opened.close()
 
 
 def test_zoom_widens_every_timeline_around_the_same_time(tab: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,16 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from apollo_compile.ir import Trace
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
-from apollo_compile.session import registry
-from benchmarks.sweep import make_options
-from tests.end_to_end.marks import needs_two_cores
-from tests.end_to_end.models import TwoTowers, two_tower_inputs
 from tests.reports.test_summary import RUN, compilation
 
 ODD = 123_456_789
@@ -164,35 +157,3 @@ def test_perfetto_reads_every_track_slice_flow_and_counter(browser: Any) -> None
         assert ask(_FLOWS, 1) == expected.flows
         assert ask(_COUNTERS, 2) == expected.counters
         assert [len(part) for part in expected] == [7, 2, 11]
-
-
-@pytest.mark.slow
-@needs_two_cores
-def test_perfetto_shows_the_segments_of_a_profile_on_their_lanes(browser: Any, tmp_path: Path) -> None:
-    """A step of two towers, as torch.profiler saw it: a track per lane, named after it, with its segments.
-
-    Kineto gives one of the threads the name of the process as well, and Perfetto shows one name.
-    """
-    options = {**make_options(tmp_path / "profile.json"), "partition.min_segment_share": 0.2, "runtime.bodies": "eager"}
-    options["plan.replan"] = False
-    torch._dynamo.reset()
-    run = torch.compile(TwoTowers(depth=1), backend="apollo", options=options)
-    run(*two_tower_inputs()).square().mean().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        run(*two_tower_inputs()).square().mean().backward()
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    expected = defaultdict(set)
-    for graph in registry.compiled_models()[-1].graphs:
-        plan, segments = graph.compilation.plan, graph.compilation.partition.graph.segments
-        for segment, assignment in zip(segments, plan.assignments, strict=True):
-            if len(plan.lanes[assignment.lane].units) < torch.get_num_threads():  # lane 0 is the calling thread
-                lane, name = assignment.lane, graph.compilation.capture.name
-                expected[f"apollo-lane-{lane}"].add(f"{segment.name} ({name}, lane {lane})")
-    assert len(expected) == 2
-    with opened(browser, (tmp_path / "trace.json").read_text()) as ask:
-        tracks = {thread: {row[-1] for row in rows} for (_, thread), rows in ask(_SLICES, 2).items()}
-    found = {thread: {name for name in names if ", lane " in name} for thread, names in tracks.items()}
-    shown = {thread: names for thread, names in found.items() if names & set().union(*expected.values())}
-    assert sorted(map(sorted, shown.values())) == sorted(map(sorted, expected.values()))
-    named = {name[0]: names for thread, names in shown.items() if (name := re.search(r"apollo-lane-\d+", thread))}
-    assert named and named.items() <= expected.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter, defaultdict
 from typing import Any
@@ -63,8 +62,12 @@ def validate(trace: Any) -> None:
             assert is_enclosed, "a slice that was written before is open where a flow begins or ends"
     assert not open_flows, "every flow ends"
     for track in slices.values():
-        track.sort()
-        assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(track)), "slices do not overlap"
+        open_until: list[float] = []
+        for begin, end in sorted(track, key=lambda item: (item[0], -item[1])):
+            while open_until and open_until[-1] <= begin + 1e-6:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-6, "slices are nested or apart"
+            open_until.append(end)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -83,15 +83,6 @@ def test_generations_of_bundles_begin_one_after_the_other(tmp_path: Path) -> Non
     assert one.generation("a") == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "made_at": 0, "finding": {"variant": 3}}']
-)
-def test_a_damaged_file_is_as_none(tmp_path: Path, text: str) -> None:
-    """Whatever is in it."""
-    (tmp_path / "a.json").write_text(text)
-    assert History(tmp_path).recall("a") is None
-
-
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     """Training does not end because of that."""
     (tmp_path / "file").write_text("")

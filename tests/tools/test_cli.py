@@ -25,7 +25,7 @@ from apollo_compile.tools.bench import turns  # noqa: E402
 from apollo_compile.tools.bench.numbers import LOSS, Measurement, VariantResult, compare_digests, summarize  # noqa: E402
 from apollo_compile.tools.bench.task import Task, Variant  # noqa: E402
 from apollo_compile.tools.cli import main  # noqa: E402
-from apollo_compile.tools.targets import build  # noqa: E402
+from apollo_compile.tools.targets import load_target  # noqa: E402
 from tests.reports.reports import workload_report  # noqa: E402
 
 MODEL = """
@@ -374,9 +374,13 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
     assert main(["bench", f"{model_file}:build", *arguments]) == 0
     assert "measured in bfloat16 on a CPU" in capsys.readouterr().out
     ((task, names),) = asked
-    assert (task.builder, task.mode, names) == ("apollo_compile.tools.targets:build", "inference", ["eager", "apollo"])
+    assert (task.builder, task.mode, names) == (
+        "apollo_compile.tools.targets:load_target",
+        "inference",
+        ["eager", "apollo"],
+    )
     assert task.dtype == "bfloat16"
-    assert build(**task.arguments).inputs["image"].shape == (2, 64)
+    assert load_target(**task.arguments).inputs["image"].shape == (2, 64)
     difference["loss"] = 1.5
     assert main(["bench", f"{model_file}:build", "--json"]) == 1
     printed = capsys.readouterr()

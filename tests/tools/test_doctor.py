@@ -20,7 +20,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from apollo_compile import progress
 from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
-from apollo_compile.store.profiles import ProfileState
+from apollo_compile.store.files import FileState
 from apollo_compile.tools import doctor
 from apollo_compile.tools.doctor import Finding, Level, MachineFacts, diagnose, is_fit, look
 
@@ -34,7 +34,7 @@ FINE = MachineFacts(
     allowed_cores=8,
     threads=8,
     has_openmp=True,
-    profile=ProfileState.CURRENT,
+    profile=FileState.CURRENT,
     profile_path=Path("profile-8.json"),
     profile_detail="measured",
     cache=Path("cache"),
@@ -100,10 +100,10 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"core_limit": 1.5}, "cores", "warning", "one core of 8", "more cores"),
         ({"core_limit": 0.5}, "container", "warning", "apollo uses 1,", "--cpuset-cpus"),
         ({"has_openmp": False}, "OpenMP", "warning", "without it", "OpenMP"),
-        ({"profile": ProfileState.MISSING}, "device profile", "note", "not measured yet", "apollo calibrate"),
-        ({"profile": ProfileState.SCALED}, "device profile", "note", "scaled", "apollo calibrate"),
-        ({"profile": ProfileState.STALE}, "device profile", "warning", "stale", "apollo calibrate"),
-        ({"profile": ProfileState.DAMAGED}, "device profile", "warning", "damaged", "apollo calibrate"),
+        ({"profile": FileState.MISSING}, "device profile", "note", "not measured yet", "apollo calibrate"),
+        ({"profile_detail": "scaled"}, "device profile", "note", "scaled", "apollo calibrate"),
+        ({"profile": FileState.STALE}, "device profile", "warning", "stale", "apollo calibrate"),
+        ({"profile": FileState.DAMAGED}, "device profile", "warning", "damaged", "apollo calibrate"),
         ({"cache_problem": "PermissionError"}, "cache", "warning", "cannot be written", "XDG_CACHE_HOME"),
         ({"ortools": None, "ortools_problem": "E: x"}, "OR-Tools", "warning", "imported: E: x", "pip install ortools"),
         ({"cuda_devices": ("NVIDIA H200",)}, "CUDA", "note", "NVIDIA H200", "device.cuda_lanes"),

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from apollo_compile.device.cpu.machine import cpu_model, machine_fingerprint
 from apollo_compile.ir import KernelKind
-from apollo_compile.store.profiles import cached_profile_path, default_profile, find_profile, save_profile
+from apollo_compile.store.files import FileState
+from apollo_compile.store.profiles import cached_profile_path, default_profile, inspect_profile, save_profile
 from apollo_compile.target.profile import DeviceProfile, Rate
 from apollo_compile.units import NS_PER_S
 
@@ -39,26 +40,29 @@ _VECTOR_BYTES = 8 * 2**20
 _ROUNDS = 12
 
 
+@functools.cache
 def discover_profile(units: int, *, cache_dir: Path | None = None) -> DeviceProfile:
     """Return the profile of this machine for `units` units; it does not change within a process.
 
     `cache_dir` is the directory of cached profiles; None caches in this process only.
     """
-    return _discover(units, cache_dir)
-
-
-@functools.cache
-def _discover(units: int, cache_dir: Path | None) -> DeviceProfile:
     if cache_dir is None:
         return _scale_default(units)[0]
     path, fingerprint = cached_profile_path(cache_dir, units), machine_fingerprint(units)
-    found = find_profile(path, fingerprint)
-    if found.profile is not None:
-        return found.profile
+    found = inspect_profile(path, fingerprint)
+    if found.content is not None:
+        return found.content
+    if found.state is not FileState.MISSING:
+        _logger.warning(
+            "device profile %s is %s (%s); using the default until you run 'apollo calibrate'",
+            path,
+            found.state.value,
+            found.detail,
+        )
     profile, is_disturbed = _scale_default(units)
     if is_disturbed:
         _logger.info("the measured device profile is not kept: other processes used the CPU during the measurement")
-    elif found.is_replaceable:
+    elif found.state is FileState.MISSING:
         try:
             save_profile(profile, path, fingerprint=fingerprint)
         except OSError as error:

@@ -12,6 +12,9 @@ Note [C++ template]: Inductor's own GEMM (`max_autotune_gemm_backends="CPP"`) is
 right matrix that is packed at compile time, but weights in training are inputs. On unpacked matrices it took about
 twice as long as the better library at every measured shape (docs/planning.md, section 7).
 
+There is one file of gains per number of cores, shared by the processes of a machine. It expires as a whole, `MAX_AGE_S`
+after its first entry was measured, or when the fingerprint of the machine changes.
+
 Note [large matmuls]: the gain at a matmul of a millisecond holds for larger ones too. So the longest dimension of a
 large matmul is halved until it is below the limits, and many matmuls share one measurement.
 """
@@ -26,14 +29,15 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from apollo_compile.device.cpu.machine import machine_fingerprint
-from apollo_compile.store.matmul_gains import MatmulGains
+from apollo_compile.store.files import MAX_AGE_S, Dated, FileFormat, Store
+from apollo_compile.target.fingerprint import Fingerprint
 from apollo_compile.target.matmul import Matmul
 from apollo_compile.torch_bridge.onednn import call_onednn
 
@@ -48,6 +52,9 @@ MOST_BYTES = 64 * 2**20
 
 MARGIN = 0.02
 """Share of BLAS's time that oneDNN must save."""
+
+MAX_ENTRIES = 4096
+"""Gains in a file; the youngest are kept."""
 
 _MEASURE_NS = 20_000_000
 _LEAST_SAMPLES = 3
@@ -68,12 +75,23 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GainsFile(Dated):
+    fingerprint: Fingerprint
+    gains: Mapping[str, float]
+    """Speed-up of oneDNN over BLAS by name of a matmul, the youngest last."""
+
+
+_FORMAT = FileFormat(kind="file of matmul gains", number=1, content=_GainsFile, max_bytes=2**20)
+
+
 class Libraries:
     """Selects a library per matmul; measures each once and remembers the result."""
 
     def __init__(self, directory: Path | None) -> None:
         """Store measurements in `directory`, which need not exist yet; None keeps them in this process only."""
-        self._kept = None if directory is None else MatmulGains(directory)
+        names = "matmul-{key}.json"
+        self._store = None if directory is None else Store(directory, _FORMAT, names=names, max_age_s=MAX_AGE_S)
         self._gains: dict[int, dict[str, float]] = {}
         """Speed-up of oneDNN over BLAS, by number of cores and name of the matmul."""
         self._unable: set[tuple[Matmul, int]] = set()
@@ -100,16 +118,32 @@ class Libraries:
                         gains[sample.name] = measured[cores][sample.name] = gain
                 if gain is not None and gain * (1 - MARGIN) > 1:
                     chosen.add((matmul, cores))
-            if self._kept is not None:
-                for cores, new in measured.items():
-                    self._gains[cores].update(self._kept.add(machine_fingerprint(cores), new))
+            for cores, new in measured.items():
+                self._keep(cores, new)
         return chosen
 
     def _known(self, cores: int) -> dict[str, float]:
         if cores not in self._gains:
-            kept = {} if self._kept is None else self._kept.recall(machine_fingerprint(cores))
-            self._gains[cores] = dict(kept)
+            kept = None if self._store is None else self._store.read(str(cores)).content
+            is_known = kept is not None and kept.fingerprint == machine_fingerprint(cores)
+            self._gains[cores] = dict(kept.gains) if kept is not None and is_known else {}
         return self._gains[cores]
+
+    def _keep(self, cores: int, new: Mapping[str, float]) -> None:
+        """Write gains that were just measured, and take over those of other processes."""
+        fingerprint = machine_fingerprint(cores)
+
+        def add(before: _GainsFile | None) -> _GainsFile:
+            if before is None or before.fingerprint != fingerprint:
+                before = _GainsFile(made_at=time.time(), fingerprint=fingerprint, gains={})
+            merged = [*((name, gain) for name, gain in before.gains.items() if name not in new), *new.items()]
+            return replace(before, gains=dict(merged[-MAX_ENTRIES:]))
+
+        if self._store is not None:
+            try:
+                self._gains[cores].update(self._store.update(str(cores), add).gains)
+            except OSError as error:
+                _logger.info("measured matmuls are not kept: %s; the next process measures them again", error)
 
 
 @functools.cache

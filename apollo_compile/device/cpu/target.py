@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -12,13 +12,13 @@ from apollo_compile.device.cpu.cores import core_topology
 from apollo_compile.device.cpu.execute import Executable, core_share, keep_memory, start_lanes, trim_memory
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.device.cpu.matmul_libraries import libraries_in
-from apollo_compile.ir import Lane, Variant
+from apollo_compile.ir import Lane, LaneId, Observations, Trace, Variant
 from apollo_compile.json_form import to_json
 from apollo_compile.store.profiles import cached_profile_path, inspect_profile
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.matmul import Matmul
 from apollo_compile.target.profile import DeviceProfile
-from apollo_compile.target.target import Code, Run, Target, Unsegmented
+from apollo_compile.target.target import Code, Run, Target
 
 
 class CpuTarget:
@@ -42,7 +42,7 @@ class CpuTarget:
         if device.profile is not None or device.cache is None:
             return device.profile is not None
         path = cached_profile_path(device.cache, self.profile.units)
-        return inspect_profile(path, machine_fingerprint(self.profile.units)).profile == self.profile
+        return inspect_profile(path, machine_fingerprint(self.profile.units)).content == self.profile
 
     def unavailable_reason(self) -> None:
         """Return None: threads and cores need no trial."""
@@ -107,12 +107,24 @@ class CpuTarget:
         return [to_json(machine_fingerprint(units)), [topology, torch.get_num_threads()]]
 
 
-class CalledWhole(Unsegmented):
+class CalledWhole:
     """A graph that Inductor compiled, run by the calling thread."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.num_runs = 0
+
+    def trace(self) -> Trace:
+        """Return no spans: there are no segments."""
+        return Trace(spans=(), duration_ns=0)
+
+    def measure(self, inputs: Sequence[torch.Tensor]) -> Observations | None:
+        """Return None: there are no bodies."""
+        return None
+
+    def lane_bytes(self) -> Mapping[LaneId, int]:
+        """Return an empty mapping: lanes are not used."""
+        return {}
 
     def release(self) -> None:
         """Do nothing: no memory is held."""

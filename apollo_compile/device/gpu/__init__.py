@@ -1,4 +1,4 @@
-"""Lanes on a GPU: streams that use some of its SMs, and CUDA graphs that replay launches on them.
+"""Lanes on a GPU: streams, and CUDA graphs that replay launches on them.
 
     target.py       a GPU as a target of compiled graphs
     run/            loads programs, launches them on lanes, captures and replays them

@@ -1,4 +1,4 @@
-"""A GPU as a target: lanes are streams of green contexts, replayed as CUDA graphs.
+"""A GPU as a target: lanes are streams, and programs are replayed as CUDA graphs.
 
 GpuTarget(gpu, profile, config, device=...) -> Target
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,9 +16,10 @@ from apollo_compile.config import Config
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Gpu, Sharing
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.gpu.run.whole import as_one_segment
-from apollo_compile.ir import Lane, Role, SegmentGraph, Variant
+from apollo_compile.device.trials import program_in_order
+from apollo_compile.ir import Lane, LaneId, Program, Role, SegmentGraph, Variant
 from apollo_compile.json_form import to_json
+from apollo_compile.passes.join import join_segments
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.fingerprint import Fingerprint
 from apollo_compile.target.matmul import Matmul
@@ -102,11 +105,11 @@ class GpuTarget:
         self, compilation: Compilation, code: Code, run: Run, variant: Variant = Variant.INDUCTOR
     ) -> CudaExecutable:
         """Load the compiled graph as a program of one segment, which becomes a CUDA graph like a plan."""
-        graph, program, make_body = as_one_segment(compilation.partition.graph, compilation.plan.lanes[0])
+        graph, program, body = as_one_segment(compilation.partition.graph, compilation.plan.lanes[0], run)
         return CudaExecutable(
             program=program,
             graph=graph,
-            bodies=[CompiledBody(function=make_body(run))],
+            bodies=[body],
             gpu=self.gpu,
             contract=code.contract,
             shared=self._memory_of(graph),
@@ -143,3 +146,21 @@ class GpuTarget:
     def circumstances(self) -> Sequence[object]:
         """Return the GPU, its driver and torch, which decide what is faster."""
         return [to_json(self._fingerprint)]
+
+
+def as_one_segment(graph: SegmentGraph, lane: Lane, run: Run) -> tuple[SegmentGraph, Program, CompiledBody]:
+    """Return the whole graph as one segment, its program on `lane`, which has every unit, and its body.
+
+    So Inductor's code of the whole graph runs in the same form as plans: on the caller's stream at first, then as one
+    CUDA graph. Without a CUDA graph for it, plans would win by the launch overhead that theirs saves. `run` may return
+    None and inputs.
+    """
+    joined, places = join_segments(graph)
+    # On the caller's stream alone, inputs may be released as well.
+    program = program_in_order(joined, (replace(lane, id=LaneId(0)),), [LaneId(0)], owners_release=False)
+
+    def body(arguments: list[Any]) -> Sequence[Any]:
+        made = run(arguments)
+        return [made[place] for place in places]
+
+    return joined, program, CompiledBody(function=body)

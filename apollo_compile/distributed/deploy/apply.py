@@ -40,28 +40,35 @@ class _Leaf:
     requires_grad: bool
 
 
-class _Arriving(torch.Tensor):
+class Arriving(torch.Tensor):
     """A tensor that may be under way; the first function that reads it waits for it."""
 
     plain: torch.Tensor
-    works: list[dist.Work]
+    waits: list[Callable[[], Any]]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function on the tensors that have arrived."""
-        return func(*_arrived(args), **_arrived(kwargs or {}))
+        return func(*arrived(args), **arrived(kwargs or {}))
 
 
-def _arrived(tree: Any) -> Any:
+def arriving(plain: torch.Tensor, waits: list[Callable[[], Any]]) -> torch.Tensor:
+    """Return a tensor that becomes `plain` when it is used, after some calls."""
+    found = plain.detach().as_subclass(Arriving)
+    found.plain, found.waits = plain, waits
+    return found
+
+
+def arrived(tree: Any) -> Any:
     """Return a tree with plain tensors, after waiting for those under way."""
 
     def wait(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, _Arriving):
+        if not isinstance(tensor, Arriving):
             return tensor
-        while tensor.works:
-            tensor.works.pop().wait()
+        while tensor.waits:
+            tensor.waits.pop()()
         return tensor.plain
 
     return map_tensors(wait, tree)
@@ -109,7 +116,7 @@ class _Placed:
         """Compute the module, or receive its output."""
         if self.is_inside:
             return self.original(*args, **kwargs)
-        leaves, structure, build = flatten((_arrived(args), _arrived(kwargs)))
+        leaves, structure, build = flatten((arrived(args), arrived(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         samples = next((each.shape[0] for each in tensors if each.dim()), 0)
         if samples < len(self.ranks):
@@ -147,8 +154,7 @@ class _Placed:
             self, [specs[index] for index in sent], works, token, *(values[index] for index in sent)
         )
         for index, result, pending in zip(sent, results, works, strict=True):
-            specs[index] = result.detach().as_subclass(_Arriving)
-            specs[index].plain, specs[index].works = result, pending
+            specs[index] = arriving(result, [work.wait for work in pending])
         return rebuild(specs)
 
     def _compute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
     deploy(model, batch, mesh=..., loss_fn=...) -> DeploymentPlan
 
     trace_step(model, batch, loss_fn, names) -> Trace       which modules read whose outputs
-    measure(pieces_of(...), group, device) -> times         of every module, forward and backward
+    measure(model, pieces, group, device) -> times         of every module, forward and backward
     work_of(model, trace, times, cluster, ...) -> StepWork  what the planner gets
 
 Every module is timed alone, with the samples that a device of each size of group would have, on all ranks at the same
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -29,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from apollo_compile.cost_model.collectives import Link
+from apollo_compile.distributed.deploy.apply import arrived, arriving
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.json_form import from_json, to_json
@@ -98,7 +98,7 @@ def deploy(
         trace = trace_step(model, batch, loss_fn, names)
         device = trace.device
         pieces = pieces_of(model, batch, loss_fn, trace, size, optimizer_states)
-        times = measure(pieces, group, device)
+        times = measure(model, pieces, group, device)
         if link is None:
             link = _measure_link(group, device) if size > 1 else Link(0.0, 1.0)
         is_cuda = device.type == "cuda"
@@ -179,29 +179,6 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- trace
 
 
-class _Traced(torch.Tensor):
-    """A tensor that knows which calls it comes from."""
-
-    sources: frozenset[str]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function, and mark its results."""
-        sources = _sources_of((args, kwargs))
-        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        for each in leaves_of(result):
-            if isinstance(each, _Traced):
-                each.sources = sources
-        return result
-
-
-def _sources_of(tree: Any) -> frozenset[str]:
-    """Return the calls that the tensors of a tree come from."""
-    return frozenset().union(*(getattr(each, "sources", ()) for each in _tensors(tree)))
-
-
 @dataclass(eq=False, slots=True)
 class _Record:
     """A call of a module in the traced step."""
@@ -212,6 +189,7 @@ class _Record:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[str, ...]
+    """Calls whose outputs were read before it, by code between the modules or by this one."""
     outputs: list[torch.Tensor]
     """Detached tensors of its output."""
     saved_bytes: int
@@ -225,6 +203,8 @@ class Trace:
     samples: int
     device: torch.device
     calls: list[_Record] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)
+    """Calls whose outputs have been read so far."""
 
 
 def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> Trace:
@@ -250,8 +230,7 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
 def _record(trace: Trace, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, and add the call to the trace."""
     count = sum(call.module_name == name for call in trace.calls)
-    sources = _sources_of((args, kwargs))
-    args, kwargs = map_tensors(lambda each: each.as_subclass(torch.Tensor), (args, kwargs))
+    args, kwargs = arrived(args), arrived(kwargs)
     kept: dict[int, int] = {}
     """Bytes by storage."""
     parameters = {each.untyped_storage().data_ptr() for each in module.parameters()}
@@ -271,18 +250,12 @@ def _record(trace: Trace, name: str, module: nn.Module, forward: Callable[..., A
         module=module,
         args=own_args,
         kwargs=own_kwargs,
-        inputs=tuple(call.name for call in trace.calls if call.name in sources),
+        inputs=tuple(call.name for call in trace.calls if call.name in trace.read),
         outputs=[each.detach() for each in _tensors(output)],
         saved_bytes=sum(kept.values()),
     )
     trace.calls.append(record)
-
-    def mark(tensor: torch.Tensor) -> torch.Tensor:
-        marked = tensor.as_subclass(_Traced)
-        marked.sources = frozenset({record.name})
-        return marked
-
-    return map_tensors(mark, output)
+    return map_tensors(lambda each: arriving(each, [functools.partial(trace.read.add, record.name)]), output)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -306,7 +279,6 @@ class Piece(NamedTuple):
     """Work to time: a forward, and the backward of what it returns."""
 
     work: Callable[[], Any]
-    parameters: tuple[nn.Parameter, ...]
     is_alone: bool
     """Whether a rank would run it alone; else the slowest rank of every repetition counts."""
 
@@ -324,16 +296,14 @@ def pieces_of(
     optimizer_states: int,
 ) -> dict[Hashable, Piece]:
     """Return what is timed: the step, calls by name and number of devices that divide the samples, updates."""
-    pieces: dict[Hashable, Piece] = {
-        REST: Piece(lambda: loss_fn(_call(model, batch)), tuple(model.parameters()), is_alone=True)
-    }
+    pieces: dict[Hashable, Piece] = {REST: Piece(lambda: loss_fn(_call(model, batch)), is_alone=True)}
     for record in trace.calls:
-        pieces["update", record.module_name] = Piece(_update_of(record.module, optimizer_states), (), is_alone=True)
+        pieces["update", record.module_name] = Piece(_update_of(record.module, optimizer_states), is_alone=True)
         for devices in group_sizes(size):
             if devices == 1 or _is_divisible(record, trace.samples, devices):
                 args, kwargs = _first_part((record.args, record.kwargs), trace.samples, devices)
                 work = functools.partial(record.module, *args, **kwargs)
-                pieces[record.name, devices] = Piece(work, tuple(record.module.parameters()), is_alone=devices == 1)
+                pieces[record.name, devices] = Piece(work, is_alone=devices == 1)
     return pieces
 
 
@@ -369,7 +339,9 @@ def _first_part(tree: Any, samples: int, devices: int) -> Any:
     return map_tensors(cut, tree)
 
 
-def measure(pieces: Mapping[Hashable, Piece], group: dist.ProcessGroup | None, device: torch.device) -> Times:
+def measure(
+    model: nn.Module, pieces: Mapping[Hashable, Piece], group: dist.ProcessGroup | None, device: torch.device
+) -> Times:
     """Return the median times of pieces, on all ranks of a group at once; they take turns, so that noise is fair."""
     watch = Stopwatch(device)
 
@@ -386,8 +358,7 @@ def measure(pieces: Mapping[Hashable, Piece], group: dist.ProcessGroup | None, d
         elif turn >= WARM_UPS + LEAST and slowest([time.monotonic() - begin]).item() > BUDGET_S * len(pieces):
             break
         for key, piece in pieces.items():
-            for parameter in piece.parameters:
-                parameter.grad = None
+            model.zero_grad()
             if group is not None:
                 dist.barrier(group=group)
             watch.begin()
@@ -447,11 +418,6 @@ def work_of(
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
     names = [call.name for call in kept]
-    read_by: dict[str, tuple[str, ...]] = {}
-    """Kept calls that each call reads, also through others."""
-    for call in trace.calls:
-        found = [(name,) if name in names else read_by[name] for name in call.inputs]
-        read_by[call.name] = tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
     rest = [max(0, times[REST][kind] - sum(times[name, 1][kind] for name in names)) for kind in (0, 1)]
     between = Call(
         name=REST,
@@ -472,7 +438,7 @@ def work_of(
         Call(
             name=call.name,
             module=call.module_name,
-            inputs=read_by[call.name],
+            inputs=tuple(name for name in call.inputs if name in names),
             sent_bytes=sum(each.nbytes for each in call.outputs),
             returned_bytes=sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad),
             activation_bytes=call.saved_bytes,

@@ -61,6 +61,9 @@ KEPT_MEMORY: tuple[Variant, ...] = (
 AGAIN: tuple[Variant, ...] = (Variant(name="inductor-again", backend="inductor"),)
 """Inductor's default again, to see how much two processes with the same code differ."""
 
+LIBRARIES: tuple[Variant, ...] = (Variant(name="apollo-blas", backend="apollo", options={"runtime.onednn": False}),)
+"""apollo with all matmuls in BLAS, as in eager and Inductor."""
+
 PLANS: tuple[Variant, ...] = tuple(
     Variant(
         name=f"plan-{variant}",

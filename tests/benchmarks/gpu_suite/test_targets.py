@@ -12,10 +12,8 @@ from benchmarks.gpu_suite.race import Result
 from benchmarks.gpu_suite.targets import (
     Workloads,
     best_of,
-    is_branchy,
     judge,
     loss_difference,
-    memory_ratio,
     speed_up,
     title_of,
 )
@@ -154,20 +152,6 @@ def test_losses_are_compared_with_eagers_or_else_with_inductors() -> None:
     del results["eager"]
     assert loss_difference(results, "apollo") == pytest.approx(1.0 / 5)
     assert loss_difference(results, "eager") is None
-
-
-def test_memory_is_over_that_of_reduce_overhead() -> None:
-    """Where both were measured."""
-    results = results_of(result("reduce-overhead", 9, warm_bytes=50), result("apollo", 9, warm_bytes=75))
-    assert memory_ratio(results, "apollo") == 1.5
-    results["reduce-overhead"].memory = {}
-    assert memory_ratio(results, "apollo") is None
-
-
-def test_chains_are_controls() -> None:
-    """By the shape of the workload."""
-    titles = (CLIP, IMAGEBIND, CHAIN, "llava, batch 8, bf16", "unified, batch 1, bf16")
-    assert list(map(is_branchy, titles)) == [True, True, False, False, True]
 
 
 def test_a_variant_that_never_comes_close_waits_for_ever() -> None:

@@ -20,7 +20,7 @@ from tests.profiles import CPU
 @pytest.fixture(autouse=True)
 def _fresh_process() -> None:
     """Forget what earlier tests measured."""
-    discover._discover.cache_clear()
+    discover_profile.cache_clear()
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_process_measures_once_and_the_next_one_reads_the_file(tmp_path: Path,
     folder = tmp_path / "new" / "folder"
     first = discover_profile(2, cache_dir=folder)
     assert discover_profile(2, cache_dir=folder) is first
-    discover._discover.cache_clear()
+    discover_profile.cache_clear()
     assert discover_profile(2, cache_dir=folder) == first
     assert len(measured) == 1
 
@@ -150,7 +150,7 @@ def test_a_stale_quick_measurement_is_taken_anew_without_a_word(
     with caplog.at_level(logging.WARNING):
         profile = discover_profile(2, cache_dir=tmp_path)
     assert not caplog.records and measured
-    assert inspect_profile(path, machine_fingerprint(2)).profile == profile
+    assert inspect_profile(path, machine_fingerprint(2)).content == profile
 
 
 def test_a_directory_that_cannot_even_be_asked_about_still_gives_a_profile(

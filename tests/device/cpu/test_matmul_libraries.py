@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from apollo_compile.device.cpu import matmul_libraries
 from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS, MARGIN, MOST_BYTES, MOST_FLOPS, Libraries
+from apollo_compile.store.files import MAX_AGE_S
 from apollo_compile.target.matmul import Matmul
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -106,13 +108,43 @@ def test_a_gain_within_noise_is_none(monkeypatch: pytest.MonkeyPatch, gain: floa
     assert bool(Libraries(None).choose([(LOSES, 1)])) == is_enough
 
 
-def test_what_cannot_be_used_is_measured_anew(measured: list[Any], tmp_path: Path) -> None:
+def change(path: Path, **changes: Any) -> None:
+    """Change fields of a file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda path: path.write_text("[]"), id="another kind"),
+        pytest.param(lambda path: change(path, gains={"a": "b"}), id="a word"),
+        pytest.param(lambda path: change(path, made_at=time.time() - MAX_AGE_S - 1), id="too old"),
+        pytest.param(
+            lambda path: change(path, fingerprint={**json.loads(path.read_text())["fingerprint"], "torch": "1.0"}),
+            id="another torch",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_measured_anew(
+    measured: list[Any], tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
     """And is right afterwards."""
     assert Libraries(tmp_path).choose([(WINS, 1)])
-    (tmp_path / "matmul-1.json").write_text("[]")
-    assert Libraries(tmp_path).choose([(WINS, 1)])
-    assert Libraries(tmp_path).choose([(WINS, 1)])
+    spoil(tmp_path / "matmul-1.json")
+    for _ in range(2):
+        assert Libraries(tmp_path).choose([(WINS, 1)])
     assert len(measured) == 2
+
+
+def test_old_measurements_make_room(measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the file does not grow for ever; its date stays that of the first."""
+    monkeypatch.setattr(matmul_libraries, "MAX_ENTRIES", 3)
+    libraries, dates = Libraries(tmp_path), set()
+    for rows in (256, 300, 400, 500):
+        libraries.choose([(a_matmul(rows), 1)])
+        content = json.loads((tmp_path / "matmul-1.json").read_text())
+        dates.add(content["made_at"])
+    assert [name.partition("x")[0] for name in content["gains"]] == ["300", "400", "500"] and len(dates) == 1
 
 
 def test_a_directory_that_cannot_be_written_costs_a_measurement_only(measured: list[Any], tmp_path: Path) -> None:

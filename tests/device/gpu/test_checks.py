@@ -58,18 +58,18 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 @pytest.mark.soak
-def test_training_is_as_in_eager(stand_in: StandIn) -> None:
-    """Twelve steps of four encoders."""
-    outcome = checks.training_is_as_in_eager(DEVICE)
-    assert outcome.is_met, outcome.text
-    assert not stand_in.num_races()
-
-
-@pytest.mark.soak
-def test_masks_are_those_of_inductor(stand_in: StandIn) -> None:
-    """Fifty steps with dropout, from one seed, in graphs that are replayed; compiled, since eager draws other masks."""
-    stand_in.options = COMPILED
-    outcome = checks.masks_are_those_of_inductor(DEVICE)
+@pytest.mark.parametrize(
+    ("check", "options"),
+    [
+        (checks.training_is_as_in_eager, {"runtime.bodies": "eager"}),
+        (checks.loops_are_as_in_eager, {"runtime.bodies": "eager"}),
+        (checks.masks_are_those_of_inductor, COMPILED),  # since eager draws other masks
+    ],
+)
+def test_a_check_passes(stand_in: StandIn, check: Callable[[Any], Any], options: dict[str, Any]) -> None:
+    """Training of four encoders, loops that keep, add up, hold or drop, and dropout from one seed."""
+    stand_in.options = options
+    outcome = check(DEVICE)
     assert outcome.is_met, outcome.text
     assert not stand_in.num_races()
 
@@ -94,14 +94,6 @@ def test_masks_that_do_not_follow_the_seed_are_found(stand_in: StandIn, monkeypa
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
     outcome = checks.masks_are_right_under_replay(DEVICE)
     assert not outcome.is_met and "reseeded: False; as launched: False" in outcome.text
-
-
-@pytest.mark.soak
-def test_loops_are_as_in_eager(stand_in: StandIn) -> None:
-    """Graphs that are kept, gradients that add up, are held, or are dropped between forward and backward."""
-    outcome = checks.loops_are_as_in_eager(DEVICE)
-    assert outcome.is_met, outcome.text
-    assert not stand_in.num_races()
 
 
 def test_replays_do_not_race(stand_in: StandIn) -> None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.config import load_config
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.distributed.ranks import Ranks
@@ -482,21 +481,6 @@ def test_bodies_that_cannot_be_timed_lead_to_torch_compile(lines: pytest.LogCapt
     assert warnings_in(lines) == ["0/0 falls back to torch.compile: OutOfMemoryError: CUDA out of memory."]
 
 
-def test_steps_that_drift_are_compared_again() -> None:
-    """By the time between their beginnings alone; what is faster then runs."""
-    default = Default()
-    loop = Loop(default, branches)
-    loop.settle(PLAN_WINS)
-    while default.models[0].tuner.tuner.is_more_to_come or not default.is_settled:
-        loop.step(PLAN_WINS)
-    for _ in range(2 * DRIFT_SAMPLES * LOOK_EVERY):
-        loop.step(PLAN_WINS)
-    slower = {**LEVEL, PLAN: 12 * S}
-    for _ in range(12 * DRIFT_SAMPLES * LOOK_EVERY):
-        loop.step(slower)
-    assert default.is_settled and loop.ran[-1] in (SERIAL, INDUCTOR)
-
-
 def test_a_capture_of_the_user_has_launches_and_changes_nothing() -> None:
     """What is recorded stays, and must not depend on memory of ours."""
     default = Default()
@@ -513,20 +497,6 @@ def test_a_capture_of_the_user_has_launches_and_changes_nothing() -> None:
     for _ in range(4):
         loop.step(PLAN_WINS)
     assert num_replays(default) >= replays + 2
-
-
-def test_one_model_of_a_process_is_compared_at_a_time() -> None:
-    """Two models in one loop: a step of one contains the other, whose plans stay meanwhile."""
-    default = Default()
-    first, second = Loop(default, branches), Loop(default, normalized)
-    for _ in range(ENOUGH):
-        for loop in (first, second):
-            loop.step(PLAN_WINS)
-        variants = [model.graphs[0].variant for model in default.models]
-        assert variants.count(SERIAL) <= 1
-        if all(model.state().stage is Stage.SETTLED for model in default.models):
-            break
-    assert len(default.models) == 2 and all(model.verdicts for model in default.models)
 
 
 def test_on_a_cpu_nothing_of_it_is_imported() -> None:

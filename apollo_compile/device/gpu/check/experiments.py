@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import torch
 
@@ -27,7 +26,7 @@ from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Body, Gpu, Recording
 from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.gpu.run.torch_capture import TorchRecording
+from apollo_compile.device.gpu.run.torch_capture import TorchRecording, bytes_at
 from apollo_compile.device.trials import Step, write_program
 from apollo_compile.ir import Lane, LaneId, Program, Role, SegmentGraph
 from apollo_compile.target.findings import Finding, Level
@@ -57,41 +56,8 @@ def poison(recording: Recording) -> None:
         return  # the stand-in of the tests poisons by itself
     torch.cuda.synchronize()
     for segment in recording.segments():
-        torch.as_tensor(_DeviceBytes(segment["address"], segment["total_size"]), device="cuda").fill_(255)
+        bytes_at(segment["address"], segment["total_size"], torch.device("cuda")).fill_(255)
     torch.cuda.synchronize()
-
-
-class _DeviceBytes:
-    """Device memory at an address, for `torch.as_tensor`."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
-
-
-class _RecordedGpu:
-    """A device that keeps its recordings, so that their memory can be poisoned."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self.recordings: list[Recording] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gpu, name)
-
-    def capture(self, *arguments: Any, **options: Any) -> Recording:
-        """Capture, and keep the recording."""
-        self.recordings.append(self._gpu.capture(*arguments, **options))
-        return self.recordings[-1]
-
-    def poison(self) -> None:
-        """Poison everything that was captured."""
-        for recording in self.recordings:
-            poison(recording)
 
 
 # ------------------------------------------------------------------------------------------------------- hand-overs
@@ -178,7 +144,6 @@ def interpret(graph: SegmentGraph, bodies: Sequence[Body], inputs: Sequence[torc
 class _Pair:
     """Forward and backward, loaded as those of a model are, and the same in eager."""
 
-    gpu: _RecordedGpu
     graphs: tuple[SegmentGraph, SegmentGraph]
     bodies: tuple[Sequence[Body], Sequence[Body]]
     executables: tuple[CudaExecutable, CudaExecutable]
@@ -188,6 +153,12 @@ class _Pair:
         """Runs of either that were replays, of the one with fewer."""
         return min(each.num_replays for each in self.executables)
 
+    def poison(self) -> None:
+        """Poison the memory of both."""
+        for captured in (each for executable in self.executables for each in executable.captures):
+            if captured.recording is not None:
+                poison(captured.recording)
+
 
 def _load_pair(
     gpu: Gpu,
@@ -195,20 +166,20 @@ def _load_pair(
     bodies: tuple[Sequence[Body], Sequence[Body]],
     contracts: Sequence[Contract],
 ) -> _Pair:
-    recorded, shared = _RecordedGpu(gpu), ModelMemory()
+    shared = ModelMemory()
     forward, backward = (
         CudaExecutable(
             program=program,
             graph=graph,
             bodies=[CompiledBody(function=body) for body in own],
-            gpu=cast(Gpu, recorded),
+            gpu=gpu,
             contract=contract,
             shared=shared,
             strict=True,
         )
         for (graph, program), own, contract in zip(programs, bodies, contracts, strict=True)
     )
-    return _Pair(recorded, (programs[0][0], programs[1][0]), bodies, (forward, backward))
+    return _Pair((programs[0][0], programs[1][0]), bodies, (forward, backward))
 
 
 def try_training_step(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 512) -> Finding:
@@ -249,7 +220,7 @@ def _train(
     pair: _Pair, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], gradient: torch.Tensor
 ) -> list[torch.Tensor | None]:
     """Return copies of all outputs of a forward, and of the gradients; afterwards nobody refers to the originals."""
-    pair.gpu.poison()
+    pair.poison()
     forward, backward = pair.executables
     made = forward.run(list(inputs))
     returned = [None if each is None else each.clone() for each in made]
@@ -321,7 +292,7 @@ def try_dropout(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: 
 
 def _drop_once(pair: _Pair, ones: torch.Tensor) -> list[torch.Tensor]:
     """Return copies of both outputs and of both gradients; afterwards nobody refers to saved tensors."""
-    pair.gpu.poison()
+    pair.poison()
     forward, backward = pair.executables
     *returned, first, second = (each for each in forward.run([ones, ones.clone()]) if each is not None)
     copies = [each.clone() for each in returned]

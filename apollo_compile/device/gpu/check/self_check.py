@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,37 +72,31 @@ def unavailable_reason(
         max_wait_s: seconds since the first call after which no call waits.
         command: command of the process.
     """
-    return _begin_check(_fingerprint_of(gpu), gpu.device.index, cache, tuple(command)).unavailable_reason(max_wait_s)
+    fingerprint, ordinal = _fingerprint_of(gpu), gpu.device.index
+    begin, verdict = _begin_check(fingerprint, ordinal, cache, tuple(command))
+    name = f"the self-check of cuda:{ordinal} ({fingerprint.device})"
+    wait([verdict], max(0.0, begin + max_wait_s - time.monotonic()))
+    if not verdict.done():
+        return f"{name} has not ended after {max_wait_s:.0f} s; graphs that are compiled later use its result"
+    reason = verdict.result().complaint
+    return None if reason is None else f"{name} failed: {reason}"
 
 
-class _BackgroundCheck:
-    """A check on a thread of its own, which begins at once."""
+@functools.cache
+def _begin_check(
+    fingerprint: Fingerprint, ordinal: int, cache: Path, command: Sequence[str]
+) -> tuple[float, Future[SelfCheck]]:
+    """Begin the check of a GPU on a thread, once per process; return when it began, and its verdict to be."""
+    verdict: Future[SelfCheck] = Future()
 
-    def __init__(self, fingerprint: Fingerprint, ordinal: int, cache: Path, command: Sequence[str]) -> None:
-        self._name = f"the self-check of cuda:{ordinal} ({fingerprint.device})"
-        self._begin = time.monotonic()
-        self._verdict: Future[SelfCheck] = Future()
+    def make() -> None:
+        try:
+            verdict.set_result(_check(fingerprint, ordinal, cache, again=False, command=command))
+        except BaseException as error:
+            verdict.set_exception(error)
 
-        def make() -> None:
-            try:
-                self._verdict.set_result(_check(fingerprint, ordinal, cache, again=False, command=command))
-            except BaseException as error:
-                self._verdict.set_exception(error)
-
-        self._thread = threading.Thread(target=make, name=self._name, daemon=True)
-        self._thread.start()
-
-    def unavailable_reason(self, max_wait_s: float) -> str | None:
-        """Return why lanes must stay off, `max_wait_s` seconds after the check began at the latest."""
-        self._thread.join(max(0.0, self._begin + max_wait_s - time.monotonic()))
-        if not self._verdict.done():
-            return f"{self._name} has not ended after {max_wait_s:.0f} s; graphs that are compiled later use its result"
-        reason = self._verdict.result().complaint
-        return None if reason is None else f"{self._name} failed: {reason}"
-
-
-_begin_check = functools.cache(_BackgroundCheck)
-"""Begins the check of a GPU, once per process."""
+    threading.Thread(target=make, daemon=True).start()
+    return time.monotonic(), verdict
 
 
 def check_gpu(gpu: TorchGpu, cache: Path, *, again: bool = False) -> SelfCheck:

@@ -10,9 +10,7 @@
     copies.py         copies of tensors that keep their layouts, and the memory that they share
     torch_capture.py  captures with torch's own class, and cleans up after a capture that failed
     memory.py         the CUDA graphs that are alive: those of a model, and those of a device
-    whole.py          a whole graph of Inductor as a program of one segment
     measure.py        times every body on every quota
-    quota.py          checks the bytes of every lane against its quota
 
 Note [who owns a buffer]: torch's allocator reuses the memory of a freed tensor at once, in host order, for later
 allocations on the stream that was current when the tensor was allocated. So a buffer may be freed only after the lane

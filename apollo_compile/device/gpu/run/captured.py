@@ -9,15 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from apollo_compile.device.gpu.run.copies import Copied, find_copied, in_copy, storage_address, target_for
 from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
-from apollo_compile.device.gpu.run.quota import LaneMemory
-from apollo_compile.ir import Role, Variant
+from apollo_compile.ir import LaneId, Role, Variant
 from apollo_compile.torch_bridge.storages import Places, count_uses, storage_handles
 
 
@@ -36,7 +35,8 @@ class Captured:
     """Storage addresses of the inputs in place."""
     kept: KeptOutputs
     """The handling of outputs by a replay."""
-    memory: tuple[LaneMemory, ...]
+    memory: Mapping[LaneId, int]
+    """Device memory in bytes by lane."""
     variant: Variant | None = None
     """The variant of the model that it is of; a backward reads outputs that a forward of the same variant saved."""
     forward: Captured | None = None
@@ -73,7 +73,7 @@ class Captured:
     def release(self) -> None:
         """Drop the CUDA graph and its memory; outputs that the caller still holds live on."""
         self.recording = self.owners = None
-        self.memory = ()
+        self.memory = {}
         self.kept = KeptOutputs()  # without handles of storages that may end now
         self.copied_in.clear()
         for reader in self.readers:

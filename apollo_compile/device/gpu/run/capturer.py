@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from apollo_compile.device.gpu.run.captured import Captured, Owner, keep_outputs
 from apollo_compile.device.gpu.run.copies import storage_address, target_for
-from apollo_compile.device.gpu.run.gpu import Gpu, Stream
+from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
 from apollo_compile.device.gpu.run.launch import Launcher, Releases, find_releases, order_after
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.gpu.run.quota import account
+from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import BufferId, LaneId, Launch, Program, Role, SegmentGraph, SegmentId, Variant
 from apollo_compile.target.target import Contract
 from apollo_compile.torch_bridge.storages import storages_of
@@ -66,7 +66,12 @@ class Capturer:
             MemoryQuotaError: a lane takes more memory than it may.
             Exception: something cannot be captured; nothing has run that anybody sees.
         """
-        self._require_room()
+        free = self.gpu.free_bytes()
+        if self.num_bytes is not None and self.num_bytes > free:
+            raise torch.OutOfMemoryError(
+                f"a CUDA graph of {self.graph.name} needs {format_bytes(self.num_bytes)} for its buffers, and "
+                f"{format_bytes(free)} are free; use a smaller batch, or turn 'device.cuda_lanes' off"
+            )
         copied_in = {index: target_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
         made: list[torch.Tensor | None] = []
         given: set[StorageWeakRef] = set()
@@ -87,13 +92,7 @@ class Capturer:
         recording = self.gpu.capture(
             work, self.shared.find_pool(), self._rehearsal(inputs, copied_in), is_apart=forward is not None
         )
-        memory = account(
-            recording,
-            self.launcher.streams,
-            graph=self.graph,
-            launched=segments_by_lane(self.program),
-            quota=self.lane_memory_quota,
-        )
+        memory = self._lane_bytes(recording)
         in_place_storages = frozenset(storage_address(inputs[index]) for index in in_place)
         owned = {
             id(output): output
@@ -131,6 +130,30 @@ class Capturer:
             self.gpu.give_back_memory()  # of launched runs
         return captured
 
+    def _lane_bytes(self, recording: Recording) -> dict[LaneId, int]:
+        """Return the device memory of every lane, in whole segments of the allocator, cuBLAS workspaces included.
+
+        Each of these segments belongs to a stream, and a lane is a stream. A CUDA graph allocates only while it is
+        captured, so one over its quota is dropped before it runs.
+
+        Raises:
+            MemoryQuotaError: a lane took more than it may.
+        """
+        streams, quota, graph = self.launcher.streams, self.lane_memory_quota, self.graph
+        found = {lane: recording.bytes_of(streams[lane]) for lane in sorted(streams)}
+        for lane, num_bytes in found.items():
+            if quota is not None and num_bytes > quota:
+                segments = segments_by_lane(self.program)[lane]
+                largest = max(
+                    segments, key=lambda s: sum(graph.buffers[b].num_bytes for b in graph.segments[s].outputs)
+                )
+                raise MemoryQuotaError(
+                    f"lane {lane} of {graph.name} took {format_bytes(num_bytes)} for {len(segments)} segments; it may "
+                    f"take {format_bytes(quota)}; most of it is kept for {graph.segments[largest].name}: raise "
+                    "'device.lane_memory_quota', or cut the graph with 'partition.max_segment_share'"
+                )
+        return found
+
     def _take_over(self, forward: Captured | None, arguments: list[torch.Tensor], origin: Stream) -> Releases:
         """Let the launches own the saved outputs of the forward, and return where they release their memory."""
         if forward is None:
@@ -145,19 +168,6 @@ class Capturer:
                 if owner.stream in lane_of:
                     lanes[self.program.inputs[index]] = lane_of[owner.stream]
         return find_releases(self.program, lanes)
-
-    def _require_room(self) -> None:
-        """Check that the buffers of the graph fit into free memory.
-
-        Raises:
-            torch.OutOfMemoryError: they do not.
-        """
-        free = self.gpu.free_bytes()
-        if self.num_bytes is not None and self.num_bytes > free:
-            raise torch.OutOfMemoryError(
-                f"a CUDA graph of {self.graph.name} needs {format_bytes(self.num_bytes)} for its buffers, and "
-                f"{format_bytes(free)} are free; use a smaller batch, or turn 'device.cuda_lanes' off"
-            )
 
     def _rehearsal(
         self, inputs: Sequence[torch.Tensor], copied_in: Mapping[int, torch.Tensor]

@@ -2,7 +2,7 @@
 
     ProgramCaptures.find(inputs) -> Captured | None
     ProgramCaptures.add(captured)       keeps it in place of the one that was not used for longest
-    SeenAddresses.note(addresses)       whether a run with these addresses is worth a capture
+    ProgramCaptures.note(addresses)     whether a run with these addresses is worth a capture
 
 Addresses that change too fast to pay for captures are captured less and less.
 """
@@ -26,43 +26,17 @@ Addresses = tuple[int, ...]
 """Addresses of the inputs that can be in place, in the order of their positions."""
 
 
-class SeenAddresses:
-    """Addresses of runs that could not replay; a CUDA graph is captured at those that have come often enough."""
-
-    def __init__(self) -> None:
-        self._num_runs: dict[Addresses, int] = {}
-        """Number of such runs by addresses, for the latest few addresses, most recent last."""
-        self._patience = 1
-        """Number of such runs with the same addresses before one of them is captured."""
-
-    def note(self, addresses: Addresses, *, head_start: bool) -> bool:
-        """Count a run with these addresses, and return whether it is worth a capture.
-
-        Arguments:
-            addresses: those of the run.
-            head_start: count one run more, since the addresses are known to stay.
-        """
-        before = self._num_runs.pop(addresses, 0)
-        self._num_runs[addresses] = before + 1
-        if len(self._num_runs) > MOST_CAPTURES:
-            del self._num_runs[next(iter(self._num_runs))]
-        return before + head_start >= self._patience or not addresses
-
-    def forget(self, addresses: Addresses, *, num_replays: int) -> None:
-        """Forget addresses whose CUDA graph is replaced; have more patience if its replays did not pay for it."""
-        self._num_runs.pop(addresses, None)
-        if num_replays < FEWEST_REPLAYS:
-            self._patience *= 2
-
-
 class ProgramCaptures:
-    """The CUDA graphs of one program, `MOST_CAPTURES` at most."""
+    """The CUDA graphs of one program, `MOST_CAPTURES` at most, and the addresses of runs that could not replay."""
 
     def __init__(self, shared: ModelMemory) -> None:
-        self.seen = SeenAddresses()
         self._shared = shared
         self._captures: list[Captured] = []
         """The one that was used last first."""
+        self._num_runs: dict[Addresses, int] = {}
+        """Number of runs that could not replay, by addresses, for the latest few addresses, most recent last."""
+        self._patience = 1
+        """Number of such runs with the same addresses before one of them is captured."""
 
     def __iter__(self) -> Iterator[Captured]:
         return (each for each in self._captures if each.is_live)
@@ -85,8 +59,23 @@ class ProgramCaptures:
         """Release the CUDA graph that was not used for longest, if there are as many as may be."""
         while len(self._captures) >= MOST_CAPTURES:
             oldest = self._captures.pop()
-            self.seen.forget(tuple(oldest.addresses.values()), num_replays=oldest.num_replays)
+            self._num_runs.pop(tuple(oldest.addresses.values()), None)
+            if oldest.num_replays < FEWEST_REPLAYS:
+                self._patience *= 2
             oldest.release()
+
+    def note(self, addresses: Addresses, *, head_start: bool) -> bool:
+        """Count a run with these addresses that could not replay, and return whether it is worth a capture.
+
+        Arguments:
+            addresses: those of the run.
+            head_start: count one run more, since the addresses are known to stay.
+        """
+        before = self._num_runs.pop(addresses, 0)
+        self._num_runs[addresses] = before + 1
+        if len(self._num_runs) > MOST_CAPTURES:
+            del self._num_runs[next(iter(self._num_runs))]
+        return before + head_start >= self._patience or not addresses
 
     def add(self, captured: Captured) -> None:
         """Put a CUDA graph first, also in the memory of the model."""

@@ -56,7 +56,6 @@ from apollo_compile.device.gpu.run.in_place import InPlace
 from apollo_compile.device.gpu.run.launch import Launcher, launch_with_room
 from apollo_compile.device.gpu.run.measure import measure_bodies
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.gpu.run.quota import LaneMemory
 from apollo_compile.errors import CaptureError, MemoryQuotaError, NotReplayedError, UnsupportedGraphError
 from apollo_compile.ir import (
     LaneId,
@@ -130,12 +129,6 @@ class CudaExecutable:
         )
 
     @property
-    def lane_memory(self) -> tuple[LaneMemory, ...]:
-        """Device memory by lane of the CUDA graph that was used last; empty if there is none."""
-        latest = self._captures.latest
-        return () if latest is None else latest.memory
-
-    @property
     def captures(self) -> tuple[Captured, ...]:
         """The CUDA graphs that can be replayed, the one that was used last first."""
         return tuple(self._captures)
@@ -202,8 +195,9 @@ class CudaExecutable:
         return self.num_launches + self.num_replays
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return the bytes that every lane allocated in the capture."""
-        return {each.lane: each.num_bytes for each in self.lane_memory}
+        """Return the bytes that every lane allocated in the capture of the CUDA graph that was used last."""
+        latest = self._captures.latest
+        return {} if latest is None else latest.memory
 
     def trace(self) -> Trace:
         """Return no spans: a replay does not measure segments; `measure` times bodies."""
@@ -262,7 +256,7 @@ class CudaExecutable:
             return None
         addresses = tuple(inputs[index].data_ptr() for index in sorted(in_place))
         is_known = self.graph.role is Role.BACKWARD or self.only_replays  # to captured forwards, or from other runs
-        is_settled = self._captures.seen.note(addresses, head_start=is_known)
+        is_settled = self._captures.note(addresses, head_start=is_known)
         if is_settled and (self.only_replays or self.num_launches >= WARMUP_RUNS):
             return self._capture(inputs, in_place)
         return None

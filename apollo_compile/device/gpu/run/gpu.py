@@ -213,7 +213,8 @@ class TorchGpu:
         if len(lane.units) == self.native.num_sms:
             return None
         if lane not in self._streams:
-            self._streams[lane] = self._make_stream(lane)
+            is_apart = self._sharing is Sharing.APART
+            self._streams[lane] = self._wrap(self._isolated(lane) if is_apart else self.native.stream(lane.id))
         return self._streams[lane]
 
     def sharing(self, sharing: Sharing) -> TorchGpu:
@@ -223,9 +224,8 @@ class TorchGpu:
             other._others = self._others
         return self._others[sharing]
 
-    def _make_stream(self, lane: Lane) -> Stream:
-        if self._sharing is not Sharing.APART:
-            return self._wrap(self.native.stream(lane.id))
+    def _isolated(self, lane: Lane) -> int:
+        """Return the CUstream of the lane's green context, which has exactly its SMs."""
         atoms = atoms_of(lane, self.native.atom_sizes)
         native = self.native.lane(atoms)
         expected = sum(self.native.atom_sizes[atom] for atom in atoms)
@@ -235,7 +235,7 @@ class TorchGpu:
                 "'device.cuda_lanes' off and report the output of 'apollo doctor'"
             )
         self._left_out[native.stream] = self.native.num_sms - native.num_sms
-        return self._wrap(native.stream)
+        return native.stream
 
     def _wrap(self, handle: int) -> Stream:
         """Return torch's view of a stream of the runtime.

@@ -34,8 +34,8 @@ _logger = logging.getLogger(__name__)
 
 HostOrder = tuple[tuple[LaneId, Instruction], ...]
 
-Launched = Callable[[LaneId, Launch, Stream], None]
-"""Called after the launch of every body, with its lane, its instruction and its stream."""
+Before = Callable[[Launch, Sequence[torch.Tensor], Stream], None]
+"""Called before the launch of every body, with its instruction, its inputs and its stream."""
 
 Made = Callable[[Stream, Sequence[torch.Tensor]], None]
 """Called after the launch of every body, with its stream and its outputs."""
@@ -174,7 +174,7 @@ class Launcher:
         self,
         inputs: list[torch.Tensor],
         origin: Stream,
-        launched: Launched = lambda lane, launch, stream: None,
+        before: Before = lambda launch, arguments, stream: None,
         made: Made = lambda stream, outputs: None,
         releases: Releases = MappingProxyType({}),
     ) -> list[torch.Tensor | None]:
@@ -194,8 +194,7 @@ class Launcher:
                     case Launch():
                         body = self._bodies[instruction.body]
                         with named(names[instruction.segment] if names else None):
-                            made(stream, _launch_body(instruction, body, values, self.gpu, stream))
-                        launched(lane, instruction, stream)
+                            made(stream, _launch_body(instruction, body, values, self.gpu, stream, before))
                     case Record(event=event):
                         gpu.record(events[event], stream)
                     case Wait(event=event):
@@ -243,10 +242,11 @@ def launch_with_room(
 
 
 def _launch_body(
-    launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream
+    launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream, before: Before
 ) -> Sequence[torch.Tensor]:
     """Launch a body on `stream` and return its outputs; they are added to `values`, from which it takes its inputs."""
     arguments = [values[buffer] for buffer in launch.inputs]
+    before(launch, arguments, stream)
     for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
         if takes:
             values.pop(buffer, None)  # a buffer that is read twice is taken twice

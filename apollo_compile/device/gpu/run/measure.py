@@ -11,13 +11,14 @@ inputs that the graph writes to are copied, and the state of random number gener
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from apollo_compile.device.gpu.run.gpu import Body, Event, Gpu, Stream
-from apollo_compile.device.gpu.run.launch import forked
-from apollo_compile.ir import BodyId, BufferId, Lane, Observation, Observations, Segment, SegmentGraph
+from apollo_compile.device.gpu.run.launch import Launcher, forked
+from apollo_compile.device.trials import program_in_order
+from apollo_compile.ir import BodyId, Lane, Launch, Observation, Observations, SegmentGraph
 
 UNTIMED_REPLAYS = 2
 TIMED_REPLAYS = 5
@@ -26,7 +27,7 @@ TIMED_REPLAYS = 5
 def measure_bodies(
     graph: SegmentGraph,
     bodies: Sequence[Body],
-    lanes: Iterable[Lane],
+    lanes: Sequence[Lane],
     gpu: Gpu,
     inputs: Sequence[torch.Tensor],
     *,
@@ -37,7 +38,8 @@ def measure_bodies(
     Arguments:
         graph: segments in a topological order.
         bodies: by id.
-        lanes: the catalogue; of lanes with equal numbers of units, the first is measured.
+        lanes: the catalogue, first the lane with every unit; of lanes with equal numbers of units, the first is
+            measured.
         gpu: their device.
         inputs: inputs of the graph, in order; every replay reads them.
         written: positions of the inputs that the graph writes to.
@@ -45,18 +47,37 @@ def measure_bodies(
     given = list(inputs)
     for index in written:
         given[index] = given[index].clone()
-    probe = _Probe(graph, bodies, lanes, gpu, given)
+    in_turn = [lanes[0].id] * len(graph.segments)
+    launcher = Launcher(program_in_order(graph, (lanes[0],), in_turn, owners_release=True), bodies, gpu)
+    lane_by_units = {len(lane.units): lane for lane in reversed(lanes)}
+    first = {segment.body: segment.id for segment in reversed(graph.segments)}
+    timers: dict[tuple[BodyId, int], tuple[Event, Event]] = {}
+
+    def time_body(launch: Launch, arguments: Sequence[torch.Tensor], origin: Stream) -> None:
+        for units, lane in lane_by_units.items() if first[launch.body] == launch.segment else ():
+            own, begin, end = gpu.lane_stream(lane), gpu.new_timer(), gpu.new_timer()
+            stream = origin if own is None else own
+            with forked(gpu, origin, [] if own is None else [own]):
+                gpu.record(begin, stream)
+                made = gpu.call(bodies[launch.body], list(arguments), stream)
+                gpu.record(end, stream)
+            del made  # freed on the lane, where nothing else runs
+            timers[launch.body, units] = (begin, end)
+
+    def launch_all(origin: Stream) -> None:
+        launcher.launch(list(given), origin, before=time_body)
+
     times: dict[tuple[BodyId, int], list[int]] = {}
     with gpu.random_numbers_kept():
-        probe.launch(gpu.caller_stream())  # autotuning at a body's first run synchronizes, which a capture forbids
+        launch_all(gpu.caller_stream())  # autotuning at a body's first run synchronizes, which a capture forbids
         gpu.synchronize()
         gpu.give_back_memory()  # every lane has some of its own
-        recording = gpu.capture(probe.launch, None)
+        recording = gpu.capture(launch_all, None)
         for number in range(UNTIMED_REPLAYS + TIMED_REPLAYS):
             recording.replay()
             gpu.synchronize()
             if number >= UNTIMED_REPLAYS:
-                for mode, (begin, end) in probe.timers.items():
+                for mode, (begin, end) in timers.items():
                     times.setdefault(mode, []).append(gpu.elapsed_ns(begin, end))
         del recording
         gpu.give_back_memory()
@@ -66,59 +87,3 @@ def measure_bodies(
             for (body, units), samples in sorted(times.items())
         )
     )
-
-
-class _Probe:
-    """Launches a graph, with every body timed on lanes of every size in between."""
-
-    def __init__(
-        self,
-        graph: SegmentGraph,
-        bodies: Sequence[Body],
-        lanes: Iterable[Lane],
-        gpu: Gpu,
-        inputs: list[torch.Tensor],
-    ) -> None:
-        self.timers: dict[tuple[BodyId, int], tuple[Event, Event]] = {}
-        self._graph = graph
-        self._bodies = bodies
-        self._gpu = gpu
-        self._inputs = inputs
-        self._lane_by_units: dict[int, Lane] = {}
-        for lane in lanes:
-            self._lane_by_units.setdefault(len(lane.units), lane)
-        self._first = {segment.body: segment.id for segment in reversed(graph.segments)}
-
-    def launch(self, origin: Stream) -> None:
-        """Launch everything from `origin`; a buffer is freed after its last reader."""
-        values = dict(zip(self._graph.inputs, self._inputs, strict=True))
-        last = {
-            buffer: segment.id for segment in self._graph.segments for buffer in (*segment.inputs, *segment.outputs)
-        }
-        for segment in self._graph.segments:
-            arguments = [values[buffer] for buffer in segment.inputs]
-            if self._first[segment.body] == segment.id:
-                for units, lane in self._lane_by_units.items():
-                    self._time(segment, units, list(arguments), origin, self._gpu.lane_stream(lane))
-            made = self._gpu.call(self._bodies[segment.body], arguments, origin)
-            values.update(zip(segment.outputs, made, strict=True))
-            _forget(values, last, segment)
-
-    def _time(
-        self, segment: Segment, units: int, arguments: list[torch.Tensor], origin: Stream, lane: Stream | None
-    ) -> None:
-        gpu = self._gpu
-        stream = origin if lane is None else lane
-        begin, end = gpu.new_timer(), gpu.new_timer()
-        with forked(gpu, origin, [] if lane is None else [lane]):
-            gpu.record(begin, stream)
-            made = gpu.call(self._bodies[segment.body], arguments, stream)
-            gpu.record(end, stream)
-        del made  # freed on the lane, where nothing else runs
-        self.timers[segment.body, units] = (begin, end)
-
-
-def _forget(values: dict[BufferId, torch.Tensor], last: Mapping[BufferId, int], segment: Segment) -> None:
-    for buffer in {*segment.inputs, *segment.outputs}:
-        if last[buffer] == segment.id:
-            del values[buffer]

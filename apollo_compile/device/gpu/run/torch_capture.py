@@ -62,18 +62,23 @@ def alias_tensors(tensors: Sequence[torch.Tensor], recording: TorchRecording) ->
             found.append(tensor.detach())
             continue
         if storage.data_ptr() not in storages:
-            window = _Window(storage.data_ptr(), storage.nbytes(), recording)
-            storages[storage.data_ptr()] = torch.as_tensor(window, device=tensor.device).untyped_storage()
+            window = bytes_at(storage.data_ptr(), storage.nbytes(), tensor.device, keeps=recording)
+            storages[storage.data_ptr()] = window.untyped_storage()
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         found.append(empty.set_(storages[storage.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride()))
     return found
 
 
+def bytes_at(address: int, num_bytes: int, device: torch.device, *, keeps: object = None) -> torch.Tensor:
+    """Return device memory as a tensor of bytes that does not own it, but keeps an object alive."""
+    return torch.as_tensor(_Window(address, num_bytes, keeps), device=device)
+
+
 class _Window:
     """Bytes on the device; torch makes a tensor of them by the CUDA array interface, and keeps this object with it."""
 
-    def __init__(self, address: int, num_bytes: int, recording: object) -> None:
-        self._recording = recording
+    def __init__(self, address: int, num_bytes: int, keeps: object) -> None:
+        self._keeps = keeps
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",

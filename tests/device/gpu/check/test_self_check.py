@@ -38,10 +38,15 @@ def verdict(*findings: Finding) -> SelfCheck:
     return SelfCheck(made_at=time.time(), fingerprint=MINE, findings=findings)
 
 
+def running(code: str) -> tuple[str, ...]:
+    """Return a command that runs this code."""
+    return (sys.executable, "-S", "-c", code)
+
+
 def answering(text: str) -> tuple[str, ...]:
     """Return a command that leaves this answer."""
     code = "import json, sys; open(json.loads(sys.argv[1])[0], 'w').write(%r)"
-    return (sys.executable, "-S", "-c", code % text)
+    return running(code % text)
 
 
 @pytest.mark.parametrize("findings", [(FINE,), (FINE, BAD)])
@@ -51,49 +56,35 @@ def test_the_answer_of_the_process_is_the_verdict(findings: tuple[Finding, ...])
     assert check_apart(MINE, 0, command=answering(FORMAT.format(made))) == made
 
 
+OTHER = FORMAT.format(replace(verdict(FINE), fingerprint=replace(MINE, device="Other GPU")))
+
+
 @pytest.mark.parametrize(
-    ("code", "text"),
+    ("command", "text"),
     [
-        ("import os; os.abort()", "its process was killed by SIGABRT"),
+        (running("import os; os.abort()"), "its process was killed by SIGABRT"),
         (
-            "import sys; sys.exit('Traceback\\nRuntimeError: an illegal access\\n')",
+            running("import sys; sys.exit('Traceback\\nRuntimeError: an illegal access\\n')"),
             "its process ended with exit code 1: RuntimeError: an illegal access",
         ),
-        ("", "its process left no answer: there is no such file"),
+        (running(""), "its process left no answer: there is no such file"),
+        (("/no/such/program",), "its process cannot be started: "),
+        (answering("nonsense"), "its process left no answer: "),
+        (answering(OTHER), "it saw Other GPU, "),
     ],
+    ids=["crashes", "raises", "says nothing", "is not there", "talks nonsense", "has another GPU"],
 )
-def test_a_process_that_fails_is_an_error(code: str, text: str) -> None:
-    """With how it ended."""
-    made = check_apart(MINE, 0, command=(sys.executable, "-S", "-c", code))
-    assert made.complaint == f"self-check: {text}" and made.fingerprint == MINE
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("nonsense", "self-check: its process left no answer: "),
-        (
-            FORMAT.format(replace(verdict(FINE), fingerprint=replace(MINE, device="Other GPU"))),
-            "self-check: it saw Other GPU, ",
-        ),
-    ],
-)
-def test_an_answer_that_is_not_about_this_gpu_is_an_error(answer: str, text: str) -> None:
-    """Or about none."""
-    assert (check_apart(MINE, 0, command=answering(answer)).complaint or "").startswith(text)
+def test_a_process_that_gives_no_verdict_is_an_error(command: tuple[str, ...], text: str) -> None:
+    """With the reason."""
+    made = check_apart(MINE, 0, command=command)
+    assert (made.complaint or "").startswith(f"self-check: {text}") and made.fingerprint == MINE
 
 
 def test_a_process_that_hangs_is_killed() -> None:
     """After its time."""
-    hangs = (sys.executable, "-S", "-c", "import threading; threading.Event().wait()")
+    hangs = running("import threading; threading.Event().wait()")
     made = check_apart(MINE, 0, limit_s=0.3, command=hangs)
     assert made.complaint == "self-check: its process did not end in 0 s and was killed"
-
-
-def test_a_command_that_is_not_there_is_an_error() -> None:
-    """As where Python is embedded."""
-    made = check_apart(MINE, 0, command=("/no/such/program",))
-    assert (made.complaint or "").startswith("self-check: its process cannot be started: ")
 
 
 def test_the_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

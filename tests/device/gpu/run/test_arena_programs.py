@@ -23,19 +23,8 @@ from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.run.launch import Releases, find_releases
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.ir import (
-    BodyId,
-    Buffer,
-    BufferId,
-    LaneId,
-    Launch,
-    Program,
-    Role,
-    Segment,
-    SegmentGraph,
-    SegmentId,
-    Work,
-)
+from apollo_compile.device.trials import Step, write_program
+from apollo_compile.ir import BufferId, LaneId, Launch, Program, Role, SegmentGraph
 from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.target.target import CompiledBody, Contract
 from tests.builders import plan, random_costs, random_plan, seeds
@@ -112,38 +101,17 @@ def random_function(
         reads.append(chosen)
         outputs.append(list(range(len(sizes), len(sizes) + len(new))))
         sizes += new
-    producer = {buffer: SegmentId(number) for number, new in enumerate(outputs) for buffer in new}
-    buffers = tuple(
-        Buffer(
-            id=BufferId(index),
-            name=f"b{index}",
-            producer=producer.get(index),
-            readers=tuple(SegmentId(number) for number, read in enumerate(reads) if index in read),
-            num_bytes=4 * size,
-            is_output=False,
-        )
-        for index, size in enumerate(sizes)
-    )
-    segments = tuple(
-        Segment(
-            id=SegmentId(number),
-            name=f"m{number}",
-            module=f"m{number}",
-            body=BodyId(number),
-            inputs=tuple(map(BufferId, reads[number])),
-            outputs=tuple(map(BufferId, outputs[number])),
-            after=(),
-            work=Work(),
-        )
-        for number in range(len(reads))
-    )
+    steps = [
+        Step(body=number, reads=tuple(read), lane=0, makes=len(new))
+        for number, (read, new) in enumerate(zip(reads, outputs, strict=True))
+    ]
+    made_graph, _ = write_program("test", steps, lane_catalogue(1), num_inputs=len(inputs), role=role)
+    buffers = tuple(replace(buffer, num_bytes=4 * sizes[buffer.id]) for buffer in made_graph.buffers)
     bodies = tuple(
         body_of(number, [sizes[buffer] for buffer in outputs[number]], writes=writes in reads[number])
         for number in range(len(reads))
     )
-    names = tuple(BufferId(index) for index in range(len(inputs)))
-    made_graph = SegmentGraph(name="test", role=role, segments=segments, buffers=buffers, inputs=names, outputs=())
-    return made_graph, bodies
+    return replace(made_graph, buffers=buffers), bodies
 
 
 def with_outputs(graph: SegmentGraph, outputs: Sequence[int]) -> SegmentGraph:
@@ -285,7 +253,7 @@ class _Apply(torch.autograd.Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class LoopStep:
     """What one step of a training loop does."""
 
     zero_grad: str = "after the step"
@@ -309,7 +277,7 @@ class Step:
     backward_variant: int = 0
 
 
-def random_step(rng: random.Random, **fixed: Any) -> Step:
+def random_step(rng: random.Random, **fixed: Any) -> LoopStep:
     """Return any step."""
     variant = rng.randrange(3)
     chosen: dict[str, Any] = {
@@ -325,30 +293,30 @@ def random_step(rng: random.Random, **fixed: Any) -> Step:
         "variant": variant,
         "backward_variant": rng.choice((variant, variant, variant, rng.randrange(3))),
     }
-    return Step(**{**chosen, **fixed})
+    return LoopStep(**{**chosen, **fixed})
 
 
-SCENARIOS: dict[str, Callable[[random.Random, int], Step]] = {
-    "zero_grad after the step": lambda rng, number: Step(),
-    "zero_grad before the backward": lambda rng, number: Step(zero_grad="before the backward"),
-    "two forwards": lambda rng, number: Step(forwards=1 + number % 2, reverse=rng.random() < 0.5),
-    "retain_graph": lambda rng, number: Step(retain=number >= 4),
-    "accumulation": lambda rng, number: Step(zero_grad="never" if number % 3 else "after the step"),
-    "validation": lambda rng, number: Step(validate=number % 3 < 2),
-    "swapped weights": lambda rng, number: Step(validate=True, swap=number % 2 == 0),
-    "saved-tensor hooks": lambda rng, number: Step(hooks=("", "clone", "keep", "identity")[number % 4]),
-    "collected gradients": lambda rng, number: Step(hold=number == 5),
-    "collected gradients, zero_grad before the backward": lambda rng, number: Step(
+SCENARIOS: dict[str, Callable[[random.Random, int], LoopStep]] = {
+    "zero_grad after the step": lambda rng, number: LoopStep(),
+    "zero_grad before the backward": lambda rng, number: LoopStep(zero_grad="before the backward"),
+    "two forwards": lambda rng, number: LoopStep(forwards=1 + number % 2, reverse=rng.random() < 0.5),
+    "retain_graph": lambda rng, number: LoopStep(retain=number >= 4),
+    "accumulation": lambda rng, number: LoopStep(zero_grad="never" if number % 3 else "after the step"),
+    "validation": lambda rng, number: LoopStep(validate=number % 3 < 2),
+    "swapped weights": lambda rng, number: LoopStep(validate=True, swap=number % 2 == 0),
+    "saved-tensor hooks": lambda rng, number: LoopStep(hooks=("", "clone", "keep", "identity")[number % 4]),
+    "collected gradients": lambda rng, number: LoopStep(hold=number == 5),
+    "collected gradients, zero_grad before the backward": lambda rng, number: LoopStep(
         zero_grad="before the backward", hold=number == 5
     ),
-    "all gradients are collected": lambda rng, number: Step(hold=True),
-    "accumulation, zero_grad before the backward": lambda rng, number: Step(
+    "all gradients are collected": lambda rng, number: LoopStep(hold=True),
+    "accumulation, zero_grad before the backward": lambda rng, number: LoopStep(
         zero_grad="never" if number > 4 and number % 3 else "before the backward"
     ),
-    "zero_grad in place": lambda rng, number: Step(zero_grad="in place before the backward"),
-    "dropped forwards": lambda rng, number: Step(drop=number >= 4),
-    "variants in turn": lambda rng, number: Step(variant=number // 4 % 3, backward_variant=number // 4 % 3),
-    "a switch before the backward": lambda rng, number: Step(
+    "zero_grad in place": lambda rng, number: LoopStep(zero_grad="in place before the backward"),
+    "dropped forwards": lambda rng, number: LoopStep(drop=number >= 4),
+    "variants in turn": lambda rng, number: LoopStep(variant=number // 4 % 3, backward_variant=number // 4 % 3),
+    "a switch before the backward": lambda rng, number: LoopStep(
         forwards=2, variant=number // 4 % 3, backward_variant=(number + 1) // 4 % 3
     ),
     "anything": lambda rng, number: random_step(rng),
@@ -362,13 +330,13 @@ for name in ("two forwards", "retain_graph", "swapped weights", "a switch before
     )
 
 
-def script_of(scenario: str, seed: int) -> list[Step]:
+def script_of(scenario: str, seed: int) -> list[LoopStep]:
     """Return the steps of a training loop."""
     rng = random.Random(f"{scenario}, {seed}")
     return [SCENARIOS[scenario](rng, number) for number in range(16)]
 
 
-def train(model: Model, runs: Eager | OnLanes, script: Sequence[Step]) -> list[torch.Tensor]:
+def train(model: Model, runs: Eager | OnLanes, script: Sequence[LoopStep]) -> list[torch.Tensor]:
     """Return everything that a user sees in a training loop."""
     generator = torch.Generator().manual_seed(0)
     x_size, statistics_size, *weight_sizes = model.sizes

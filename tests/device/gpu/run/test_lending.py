@@ -93,33 +93,6 @@ def test_gradients_that_are_added_to_those_of_a_launched_run_are_lent(gpu: FakeG
     assert lends(gpu) and counts(forward) == counts(backward) == (2, 1, 6) and not gpu.races
 
 
-def test_gradients_that_are_added_up_for_some_steps_are_copied_out(gpu: FakeGpu) -> None:
-    """The sum is zeroed after every fourth backward."""
-    pair = forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
-    for _ in range(4):
-        train(pair, 4, zeroed="never", weight=weight)
-    assert not lends(gpu) and counts(forward) == counts(backward) == (3, 2, 13) and not gpu.races
-
-
-def test_several_backwards_of_one_step_add_up_what_is_lent_and_what_is_launched(gpu: FakeGpu) -> None:
-    """The second forward is launched, since the first has saved tensors; its backward overwrites nothing."""
-    forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
-    for _ in range(4):
-        step((forward, backward), weight)
-    for _ in range(3):
-        xs, tangent, sums = [torch.randn(4), torch.randn(4)], torch.randn(4), torch.zeros(4)
-        saved = [kept for x in xs for kept in forward.run([x, weight])[1:] if kept is not None]
-        while saved:
-            gradient = backward.run([saved.pop(0), weight, tangent])[1]
-            assert gradient is not None
-            sums = sums + gradient
-            del gradient
-        torch.testing.assert_close(sums, sum(xs) * weight - 2 * tangent)
-    assert lends(gpu) and not gpu.races
-
-
 def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     """What was lent stays as it was, and one line says why."""
     pair = _, backward = make_pair(gpu)
@@ -157,30 +130,6 @@ def test_with_other_ranks_gradients_are_copied_out(gpu: FakeGpu, monkeypatch: py
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     train(pair, 4, zeroed="before the forward", weight=weight)
     assert not lends(gpu) and counts(backward) == (2, 2, 6)
-
-
-def test_without_the_rule_a_held_gradient_is_overwritten(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else these tests would show nothing."""
-    monkeypatch.setattr(type(make_pair(gpu)[0].shared), "is_free", lambda memory: True)
-    pair, weight = make_pair(gpu), torch.randn(4)
-    held = train(pair, 4, zeroed="before the forward", weight=weight)
-    with pytest.raises(AssertionError):
-        train(pair, 4, zeroed="never", weight=weight, held=held)
-
-
-def test_gradients_that_are_held_are_copied_from_then_on(gpu: FakeGpu) -> None:
-    """One step is launched in between, and what was lent until then stays as it was."""
-    forward, backward = make_pair(gpu)
-    weight, held = torch.randn(4), []
-    for number in range(8):
-        x, tangent = torch.randn(4), torch.randn(4)
-        _, kept = forward.run([x, weight])
-        assert kept is not None
-        (first, second), wanted = backward.run([kept, weight, tangent]), (x * weight * weight, x * weight - tangent)
-        held.append((first if number % 2 else second, wanted[0] if number % 2 else wanted[1]))
-        del kept, first, second
-    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
-    assert counts(backward) == (3, 2, 5)
 
 
 def test_gradients_that_are_still_held_when_a_forward_begins_are_not_overwritten(gpu: FakeGpu) -> None:

@@ -199,16 +199,6 @@ def test_a_device_that_is_turned_off_launches_and_says_so_once(gpu: FakeGpu, cap
         assert counts(executable) == (6, 1, 2)
 
 
-def test_a_capture_that_breaks_torch_is_told_once(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
-    """By the device; the graph adds nothing to it."""
-    executable, weight = two_towers(gpu), torch.randn(4)
-    run(executable, weight, 2)
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        gpu.captures.turn_off("a capture failed")
-        run(executable, weight, 3)
-    assert len(caplog.records) == 1 and executable.num_launches == 5
-
-
 def test_a_rehearsal_changes_nothing_that_anybody_sees(gpu: FakeGpu) -> None:
     """No input, and no random number; it runs on the streams of the capture, right before it."""
 

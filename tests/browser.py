@@ -1,4 +1,4 @@
-"""A real browser, for pages and for traces."""
+"""A real browser, for pages and for traces: a plugin of pytest, since directories beside each other need it."""
 
 from __future__ import annotations
 
