@@ -1,18 +1,17 @@
-"""Run the stages of a compile: call, time, check and dump them.
+"""Run the stages of a compile: call, check and dump them.
 
     StageRunner(dump_dir).run("plan", make_plan, graph, costs, lanes=lanes, check=..., text=...) -> product
 
 The runner is independent of the stages. The check and the text form take only the product; the caller binds other
 arguments. A dump directory gets one file per stage, `{number:02d}_{stage}.txt`, in the order of the calls. Dumps
-contain no timings, so two compiles of the same graph give the same files; `timings` has the timings. If a dump cannot
-be written, one WARNING is logged and nothing more is dumped, so that a full disk does not fail the compile.
+contain no timings, so two compiles of the same graph give the same files. If a dump cannot be written, one WARNING is
+logged and nothing more is dumped, so that a full disk does not fail the compile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -37,8 +36,7 @@ class StageRunner:
     """Runs stages one after the other."""
 
     def __init__(self, dump_dir: Path | None = None) -> None:
-        self.timings: list[tuple[str, int]] = []
-        """(stage, nanoseconds without check and dump), in the order of the calls."""
+        self._num_stages = 0
         self._dump_dir = dump_dir
 
     def run(
@@ -57,9 +55,8 @@ class StageRunner:
         Raises:
             InvariantError: the product failed its check.
         """
-        begin = time.perf_counter_ns()
         product = function(*args, **options)
-        self.timings.append((stage_name, time.perf_counter_ns() - begin))
+        self._num_stages += 1
         if check is not None:
             try:
                 check(product)
@@ -73,7 +70,7 @@ class StageRunner:
     def _dump(self, stage_name: str, product: _Product, text: Callable[[_Product], str] | None) -> None:
         if self._dump_dir is None or text is None:
             return
-        path, self._dump_dir = self._dump_dir / f"{len(self.timings) - 1:02d}_{stage_name}.txt", None
+        path, self._dump_dir = self._dump_dir / f"{self._num_stages - 1:02d}_{stage_name}.txt", None
         with warn_of_files(f"nothing more is dumped, {stage_name} failed"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text(product).rstrip("\n") + "\n", encoding="utf-8")

@@ -15,9 +15,7 @@ def refuse(product: object) -> None:
 
 def test_a_stage_gets_its_arguments_and_returns_its_product() -> None:
     """Positional ones and options."""
-    runner = StageRunner()
-    assert runner.run("power", pow, 3, 4, mod=5) == 1
-    assert [stage for stage, _ in runner.timings] == ["power"]
+    assert StageRunner().run("power", pow, 3, 4, mod=5) == 1
 
 
 def test_dumps_are_numbered_in_the_order_of_the_calls(tmp_path: Path) -> None:

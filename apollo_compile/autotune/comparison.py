@@ -83,8 +83,9 @@ class Comparison:
         self.num_steps = 0
         self._required = frozenset(required)
         self._rules = rules
-        self._alive = list(names)
-        self._order = self._alive[::-1]
+        self.remaining = list(names)
+        """Names of the candidates that may still win."""
+        self._order = self.remaining[::-1]
         self._turn = 0
         self._timed_per_turn = rules.steps_per_turn - rules.untimed_steps
         self._steps_in_turn = 0
@@ -99,11 +100,6 @@ class Comparison:
         return len(self._rounds)
 
     @property
-    def remaining(self) -> Sequence[str]:
-        """Names of the candidates that may still win."""
-        return tuple(self._alive)
-
-    @property
     def steps_left(self) -> int:
         """About how many steps there are to come; fewer and fewer, unless turns become longer after the first round."""
         rounds = max(_TYPICAL_ROUNDS - self._num_rounds, math.ceil((MAX_ROUNDS - self._num_rounds) / 2))
@@ -113,17 +109,17 @@ class Comparison:
     @property
     def progress(self) -> str:
         """Times until now, as in `plan 41.2 ms, segments in turn 44.0 ms`."""
-        times = (self.standing(name, self._leader()) for name in self._alive)
+        times = (self.standing(name, self._leader()) for name in self.remaining)
         shown = (f"{each.name} {format_ns(round(each.step_ns))}" if each.num_rounds else each.name for each in times)
         return ", ".join(shown)
 
     @property
     def is_over(self) -> bool:
         """Whether the winner is known."""
-        if len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS:
+        if len(self.remaining) == 1 or self._num_rounds >= MAX_ROUNDS:
             return True
         leader = self._leader()
-        return self.num_rounds >= MIN_ROUNDS and all(self._is_surely_tied(name, leader) for name in self._alive)
+        return self.num_rounds >= MIN_ROUNDS and all(self._is_surely_tied(name, leader) for name in self.remaining)
 
     @property
     def num_timed(self) -> int:
@@ -158,7 +154,7 @@ class Comparison:
     def winner(self) -> str:
         """Return the first candidate that is as fast as the leader, up to a tie."""
         leader = self._leader()
-        return next(name for name in self._alive if self._is_tied(name, leader))
+        return next(name for name in self.remaining if self._is_tied(name, leader))
 
     def ratio(self, name: str, other: str) -> float:
         """Return the median over rounds of the time of `name` over that of `other`."""
@@ -200,8 +196,8 @@ class Comparison:
         return [time / reference for time, reference in times if reference > 0]
 
     def _leader(self) -> str:
-        first = self._alive[0]
-        return min(self._alive, key=lambda name: self.ratio(name, first))
+        first = self.remaining[0]
+        return min(self.remaining, key=lambda name: self.ratio(name, first))
 
     def _end_turn(self) -> None:
         name = self._order[self._turn]
@@ -223,8 +219,8 @@ class Comparison:
         self._num_rounds += 1
         self._round, self._turn = {}, 0
         leader = self._leader()
-        self._alive = [name for name in self._alive if not self.is_faster(leader, name)]
-        self._order = self._alive[:: -1 if self._num_rounds % 2 == 0 else 1]
+        self.remaining = [name for name in self.remaining if not self.is_faster(leader, name)]
+        self._order = self.remaining[:: -1 if self._num_rounds % 2 == 0 else 1]
 
 
 def typical_steps(num_candidates: int, rules: Rules) -> int:

@@ -112,11 +112,6 @@ class Decision:
         self._comparison, self.winner = None, winner
 
 
-def unmeasured(variant: Variant) -> Standing:
-    """Return the standing of a candidate that nothing was compared with."""
-    return Standing(name=variant, step_ns=0.0, ratio=1.0, num_rounds=0)
-
-
 def _rescaled(before: Verdict | None, standings: Sequence[Standing]) -> list[Standing]:
     """Return the earlier standings of candidates that were not compared now, relative to the present winner."""
     if before is None:

@@ -158,7 +158,7 @@ class GraphTuner:
     def _begin_step(self) -> None:
         running = _running(self._graphs)
         if running != self._compared:
-            if not self._are_ready():
+            if not self._graphs[0].has_run or any(each.has_run and not each.is_settled for each in self._graphs):
                 if self._compared:  # only a plan that runs can learn, even a serial one
                     self._use(Variant.PLAN)
                 return
@@ -174,10 +174,6 @@ class GraphTuner:
     def _use(self, variant: Variant) -> None:
         for graph in self._graphs:
             graph.use(variant)
-
-    def _are_ready(self) -> bool:
-        """Whether the plan of every graph that has run is final."""
-        return self._graphs[0].has_run and all(each.is_settled or not each.has_run for each in self._graphs)
 
 
 def _running(graphs: Sequence[TunableGraph]) -> frozenset[int]:

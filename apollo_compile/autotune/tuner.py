@@ -2,7 +2,7 @@
 
     1. The candidates that can run are compared (`comparison.py`); the winner runs from then on.
     2. A candidate that has to be compiled first is late: it is compiled, and compared with the winner, once its
-       compile is within the budget (`budget.py`), or at once if it is urgent, which its owner decides by the verdict.
+       compile is within the `CompileBudget`, or at once if it is urgent, which its owner decides by the verdict.
     3. The winner's steps are watched. If their time changes (`drift.py`), all that can run are compared again.
 
 A comparison takes `MIN_ROUNDS` rounds that count: with fewer, the incumbent stays. Where the tuner times turns itself,
@@ -18,12 +18,11 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from apollo_compile.autotune.budget import CompileBudget
-from apollo_compile.autotune.candidates import Candidate, CandidateError
+from apollo_compile.autotune.candidates import Candidate, CandidateError, CompileBudget
 from apollo_compile.autotune.comparison import PER_CALL, Comparison, Rules
-from apollo_compile.autotune.decision import Decision, unmeasured
+from apollo_compile.autotune.decision import Decision
 from apollo_compile.autotune.drift import LOOK_EVERY, DriftWatch
-from apollo_compile.ir import Variant, Verdict
+from apollo_compile.ir import Standing, Variant, Verdict
 
 _logger = logging.getLogger(__name__)
 
@@ -202,7 +201,9 @@ class Tuner(Decision):
         if len(ordered) == 1:
             self._comparison = None
             if self.verdict is None:
-                self.verdict = Verdict(standings=(unmeasured(ordered[0]),), num_steps=0)
+                self.verdict = Verdict(
+                    standings=(Standing(name=ordered[0], step_ns=0.0, ratio=1.0, num_rounds=0),), num_steps=0
+                )
             self.winner = ordered[0]
             self._conclude()
             return

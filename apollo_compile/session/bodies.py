@@ -86,7 +86,10 @@ def _choose_libraries(
     graphs: Sequence[fx.Graph], compilation: Compilation, target: Target, agreement: Agreement
 ) -> None:
     """Let oneDNN compute the matmuls for which it is faster on the number of cores that their bodies run on."""
-    with_cores = list(zip(graphs, units_of_bodies(compilation), strict=True))
+    counts = [Counter[int]() for _ in graphs]  # units that segments of a body are planned on: most of them decide
+    for segment, assignment in zip(compilation.partition.graph.segments, compilation.plan.assignments, strict=True):
+        counts[segment.body][assignment.quota.units] += 1
+    with_cores = [(graph, count.most_common(1)[0][0]) for graph, count in zip(graphs, counts, strict=True)]
     with real_tensors():
         faster = target.faster_with_onednn(
             (matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph)
@@ -99,12 +102,3 @@ def _choose_libraries(
     if count:
         what = format_count(count, "matrix product")
         _logger.info("%s: oneDNN computes %s of its bodies", compilation.capture.name, what)
-
-
-def units_of_bodies(compilation: Compilation) -> list[int]:
-    """Return, per body, the number of units that most of its segments are planned on."""
-    counts = [Counter[int]() for _ in compilation.partition.bodies]
-    segments = compilation.partition.graph.segments
-    for assignment in compilation.plan.assignments:
-        counts[segments[assignment.segment].body][assignment.quota.units] += 1
-    return [count.most_common(1)[0][0] for count in counts]

@@ -58,10 +58,6 @@ class DryRun:
     num_returned: int = 0
     """How many tensors the call returned."""
 
-    def owns(self, tensor: object) -> bool:
-        """Return whether a tensor is a parameter or buffer of the private copy."""
-        return any(tensor is each for each in self.state)
-
     @property
     def planned(self) -> list[tuple[Compilation, str | None]]:
         """All graphs, forward before backward."""

@@ -103,27 +103,7 @@ class CompiledGraph:
         return outputs
 
     def _run_watched(self, inputs: list[torch.Tensor], tuner: GraphTuner) -> Sequence[Any]:
-        """Run the variant that the tuner selects, and give it the duration."""
-        self._choose(tuner)
-        taken_ns, clock, scale = None, tuner.tuner.clock, self._scale(inputs)
-        begin = clock()
-        try:
-            outputs = self.variants.run(inputs)
-            taken_ns = round(scale * (clock() - begin))
-        finally:
-            tuner.leave(self, taken_ns)
-        return outputs
-
-    def _scale(self, inputs: Sequence[torch.Tensor]) -> float:
-        """Return the factor that makes the duration of this call comparable with calls for other sizes."""
-        if not self.sized:
-            return 1.0
-        num_elements = sum(inputs[place].numel() for place in self.sized)
-        self._usual_elements = self._usual_elements or num_elements
-        return self._usual_elements / max(1, num_elements)
-
-    def _choose(self, tuner: GraphTuner) -> None:
-        """Let the tuner select the variants of this step; if that fails, plans run from now on."""
+        """Run the variant that the tuner selects, and give it the duration; if it fails, plans run from now on."""
         try:
             tuner.enter(self)
         except Exception as error:
@@ -131,6 +111,18 @@ class CompiledGraph:
                 raise
             name = self.compilation.capture.name
             _logger.warning("%s: autotuning failed, keeping the plan: %s: %s", name, type(error).__name__, error)
+        taken_ns, clock, scale = None, tuner.tuner.clock, 1.0
+        if self.sized:  # makes the duration of this call comparable with calls for other sizes
+            num_elements = sum(inputs[place].numel() for place in self.sized)
+            self._usual_elements = self._usual_elements or num_elements
+            scale = self._usual_elements / max(1, num_elements)
+        begin = clock()
+        try:
+            outputs = self.variants.run(inputs)
+            taken_ns = round(scale * (clock() - begin))
+        finally:
+            tuner.leave(self, taken_ns)
+        return outputs
 
     # ------------------------------------------------------------------------------------------ what reports ask
 

@@ -41,14 +41,7 @@ MAX_REPLANS = 3
 
 
 class Learner:
-    """Observes the runs of one graph, and replans it.
-
-    Arguments:
-        variants: the variants of the graph; the learner replaces the plan.
-        target: the device that it runs on.
-        config: its `plan` options hold for replans.
-        is_settled: whether the plan is final from the start.
-    """
+    """Observes the runs of one graph, and replaces the plan among its variants, unless that is final from the start."""
 
     def __init__(self, variants: Variants, target: Target, config: Config, *, is_settled: bool) -> None:
         self.is_settled = is_settled

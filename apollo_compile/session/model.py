@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from apollo_compile.autotune.budget import CompileBudget
-from apollo_compile.autotune.candidates import Candidate
+from apollo_compile.autotune.candidates import Candidate, CompileBudget
 from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN, Rules
 from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner

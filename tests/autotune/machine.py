@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from apollo_compile.autotune.budget import CompileBudget
-from apollo_compile.autotune.candidates import Candidate, CandidateError
+from apollo_compile.autotune.candidates import Candidate, CandidateError, CompileBudget
 from apollo_compile.autotune.comparison import MAX_ROUNDS, MIN_ROUNDS, PER_CALL
 from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.autotune.graphs import GraphTuner

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from apollo_compile.autotune import tuner
-from apollo_compile.autotune.budget import MAX_STEP_NS, CompileBudget
-from apollo_compile.autotune.candidates import Candidate, CandidateError
+from apollo_compile.autotune.candidates import MAX_STEP_NS, Candidate, CandidateError, CompileBudget
 from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_TURN
 from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.autotune.tuner import ABANDONED_NS, Tuner

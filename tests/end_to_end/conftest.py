@@ -42,16 +42,15 @@ def either(request: pytest.FixtureRequest, lanes: dict[str, Any]) -> dict[str, A
 
 @pytest.fixture(autouse=True)
 def _as_the_results_say(request: pytest.FixtureRequest, how_graphs_ran: HowGraphsRan | None) -> Iterator[None]:
-    """Start without what Dynamo compiled for others; what the results say to run in segments, or on lanes, still must.
+    """Start from one seed, without what Dynamo compiled for others; what the results have in segments still must be.
 
     Results would be eager's as well if every graph went to Inductor.
     """
     torch._dynamo.reset()
-    if how_graphs_ran is None:
-        yield
-        return
     torch.manual_seed(0)
     yield
+    if how_graphs_ran is None:
+        return
     line = _lines().get(name_of_line(request.node), {})
     found = how_graphs_ran.properties
     for name in ("segments", "lanes") if torch.get_num_threads() > 1 else ("segments",):

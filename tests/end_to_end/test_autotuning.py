@@ -89,7 +89,6 @@ def deterministic() -> Iterator[None]:
 @needs_two_cores
 def test_training_is_as_in_eager_while_the_variants_compete() -> None:
     """Every step runs another variant than some before it; no number shows that."""
-    torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     steps = 3 * (MIN_ROUNDS + 1) * PER_CALL.steps_per_turn  # into what follows the first comparison
     eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
@@ -152,7 +151,6 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
 
 def test_a_graph_of_one_segment_is_inductors_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
     """The segment would be the same code, so nothing of ours is in the way; no warning, and the report says it."""
-    torch._dynamo.reset()
     layer, x = nn.Linear(1024, 1024), torch.ones(512, 1024)
     with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
         run = torch.compile(layer, backend="apollo", options={"debug.strict": True, "plan.remember": False})
@@ -186,7 +184,6 @@ def resident_bytes() -> int:
 )
 def test_segments_compete_where_no_plan_has_lanes(size: int, granularity: str, num_segments: int) -> None:
     """Inductor's wrapper may take longer between small kernels than they take; segments of a chain are other code."""
-    torch._dynamo.reset()
     layer = nn.Sequential(*[nn.Sequential(nn.Linear(size, size), nn.ReLU()) for _ in range(4)])
     x = torch.ones(size, size)
     options = {"debug.strict": True, "device.units": 1, "plan.remember": False, "partition.granularity": granularity}
@@ -208,8 +205,6 @@ def test_segments_compete_where_no_plan_has_lanes(size: int, granularity: str, n
 @needs_two_cores
 def test_a_backward_that_comes_after_the_verdict_is_decided_about_too() -> None:
     """A model that was evaluated with gradients for long; that of a chain learns too, though its plan has no lanes."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model, x = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)]), torch.randn(256, 256)
     options = {"debug.strict": True, "device.units": 1, "plan.remember": False, "partition.granularity": "layer"}
     run = torch.compile(model, backend="apollo", options=options)
@@ -305,8 +300,6 @@ def test_inductors_version_is_compiled_with_the_settings_of_the_bodies(monkeypat
 @needs_two_cores
 def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
     """The comparison may reach it in the midst of a step under autocast or inference mode."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     run = torch.compile(model, backend="apollo", options=AUTOTUNED)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():

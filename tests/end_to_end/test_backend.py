@@ -43,7 +43,6 @@ from tests.end_to_end.models import (
 def test_two_towers_train_as_in_eager_and_use_lanes() -> None:
     """The plan of two equal towers uses both cores side by side, and changes no number."""
     inputs = two_tower_inputs()
-    torch.manual_seed(0)
     model = TwoTowers()
     eager = train(model, lambda run: run(*inputs).square().mean())
     apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=STRICT)
@@ -85,7 +84,6 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones() -> None:
 
 def test_a_wrong_unit_count_or_profile_is_an_error(tmp_path: Path) -> None:
     """A setting that cannot be honoured is not turned into plain Inductor."""
-    torch._dynamo.reset()
     large = default_profile(4096)
     save_profile(large, tmp_path / "large.json")
     for options in ({"device.units": 4096}, {"device.profile": tmp_path / "large.json"}):
@@ -95,7 +93,6 @@ def test_a_wrong_unit_count_or_profile_is_an_error(tmp_path: Path) -> None:
 
 def test_a_number_of_units_limits_a_measured_profile_too(tmp_path: Path) -> None:
     """Even one of a machine with more cores than this one has."""
-    torch._dynamo.reset()
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     for units in (available_units(), 4096):
         save_profile(dataclasses.replace(default_profile(units), source="measured"), tmp_path / "mine.json")
@@ -107,8 +104,6 @@ def test_a_number_of_units_limits_a_measured_profile_too(tmp_path: Path) -> None
 
 def test_parameters_can_be_swapped_after_a_compile() -> None:
     """As `Module.to` does with those of tensor subclasses; torch refuses where somebody refers to one weakly."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     run = torch.compile(layer, backend="apollo")
     run(x).sum().backward()
@@ -124,7 +119,6 @@ def test_parameters_can_be_swapped_after_a_compile() -> None:
 
 def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error() -> None:
     """`torch.get_float32_matmul_precision` raises then; the setting is part of what graphs are kept under."""
-    torch._dynamo.reset()
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     before = torch.backends.mkldnn.matmul.fp32_precision
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
@@ -141,7 +135,6 @@ def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error() -> None:
 
 def test_a_packaged_profile_is_named_and_one_of_another_device_is_refused() -> None:
     """`cpu` fits any number of cores; a GPU's says nothing about them."""
-    torch._dynamo.reset()
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     with torch.no_grad():
         run = torch.compile(layer, backend="apollo", options={**STRICT, "device.profile": "cpu"})
@@ -155,7 +148,6 @@ def test_a_packaged_profile_is_named_and_one_of_another_device_is_refused() -> N
 
 def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """With APOLLO_DISABLE=1 every graph is Inductor's own."""
-    torch._dynamo.reset()
     monkeypatch.setenv("APOLLO_DISABLE", "1")
     gc.collect()  # what earlier tests compiled goes now, not in between
     before = len(registry.compiled_models())
@@ -179,7 +171,6 @@ class Chosen(nn.Module):
 @pytest.mark.robustness("Values", "shapes that depend on data")
 def test_a_shape_that_depends_on_data_falls_back_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """What segments cannot express still runs, and the log says why."""
-    torch._dynamo.reset()
     layer, x = Chosen(), torch.randn(20)
     run = torch.compile(layer, backend="apollo", options=STRICT)
     with (
@@ -208,7 +199,6 @@ class Counted(TwoTowers):
 @pytest.mark.robustness("Values", "whole numbers read from tensors")
 def test_towers_of_a_model_that_reads_a_number_run_side_by_side() -> None:
     """Each segment reads it for itself; a check that fails raises what Inductor's code would, in every call."""
-    torch._dynamo.reset()
     model, inputs, tokens = Counted(), two_tower_inputs(), torch.tensor([0, 1, 2, 1])
     run = torch.compile(model, backend="apollo", options=STRICT)
     with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
@@ -267,7 +257,6 @@ def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A user's training never breaks because of us."""
-    torch._dynamo.reset()
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("a defect")
@@ -282,7 +271,6 @@ def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
 
 def test_one_compile_thread_compiles_when_a_body_is_needed() -> None:
     """As on a machine with one core: nothing waits for itself, and bodies are native all the same."""
-    torch._dynamo.reset()
     layer, x = nn.Linear(3, 5), torch.ones(7, 3)
     with fresh_cache(), inductor_config.patch(compile_threads=1), torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend="apollo", options=STRICT)(x), layer(x))
@@ -292,7 +280,6 @@ def test_one_compile_thread_compiles_when_a_body_is_needed() -> None:
 
 def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
     """Every stage is deterministic, so its text is the same from compile to compile."""
-    torch.manual_seed(0)
     model = TwoTowers()
     inputs = two_tower_inputs()
     texts = []
@@ -329,8 +316,6 @@ def test_graphs_before_and_after_a_reset_have_names_of_their_own_in_a_report() -
 
 def test_the_report_names_segments_lanes_and_times() -> None:
     """`apollo_compile.report` shows what was planned and what the last step measured."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = TwoTowers()
     run = torch.compile(model, backend="apollo", options=STRICT)
     run(*two_tower_inputs()).square().mean().backward()
@@ -355,7 +340,6 @@ def test_the_report_names_segments_lanes_and_times() -> None:
 
 def test_without_a_model_the_report_is_of_all_that_was_compiled() -> None:
     """Of a function too, whose graphs read no parameter."""
-    torch._dynamo.reset()
     gc.collect()
     num_before = len(apollo_compile.report().graphs)  # what something keeps from tests before
     layer = nn.Linear(4, 4)
@@ -373,8 +357,6 @@ def test_without_a_model_the_report_is_of_all_that_was_compiled() -> None:
 
 def test_one_unit_gives_the_serial_plan() -> None:
     """On one core there is one lane, and the same road is taken."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = TwoTowers()
     inputs = two_tower_inputs()
     run = torch.compile(model, backend="apollo", options={**STRICT, "device.units": 1})
@@ -404,8 +386,6 @@ def test_what_was_compiled_goes_when_dynamo_lets_it_go() -> None:
 @pytest.mark.parametrize("is_first", (True, False))
 def test_a_retained_graph_can_be_run_backward_twice(is_first: bool) -> None:
     """No saved tensor is reused as scratch memory, whether or not the backward was compiled for that step."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = TwoTowers()
     run = torch.compile(model, backend="apollo", options=STRICT)
     if not is_first:
@@ -461,7 +441,6 @@ def test_a_plan_is_not_made_anew_where_that_is_switched_off(tmp_path: Path) -> N
 
 def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
     """`APOLLO_DUMP` writes plans, `APOLLO_PLAN` reads them; an edited plan is the one that runs."""
-    torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     first = tmp_path / "first"
     torch._dynamo.reset()
@@ -488,7 +467,6 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
 @needs_two_cores
 def test_one_tower_fills_two_lanes_with_gradients_of_weights(tmp_path: Path) -> None:
     """They are as in eager; a plan file that has them apart is run, although without it they would stay together."""
-    torch.manual_seed(0)
     model, inputs = Tower(64, 3), two_tower_inputs()[:1]
     first = tmp_path / "first"
     options = {**STRICT, "debug.dump": first, "partition.weight_gradients": "apart", "runtime.bodies": "eager"}
@@ -561,7 +539,6 @@ def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
 
 def test_a_memory_quota_that_nothing_keeps_hands_the_graph_to_inductor(caplog: pytest.LogCaptureFixture) -> None:
     """With the segment that needs most, and the setting to change."""
-    torch._dynamo.reset()
     layer, x = nn.Linear(4, 4), torch.ones(2, 4)
     run = torch.compile(layer, backend="apollo", options={"plan.memory_quota": 1})
     with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():

@@ -152,7 +152,6 @@ OTHER_LANES = "the plan of another rank is for lanes with"
 )
 def test_a_rank_that_cannot_run_the_plan_of_all_stops(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would run something else in silence; the error says what differs, and says it again if the call is."""
-    torch._dynamo.reset()
     ranks = Ranks(Meddler(text))
     monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
     run = torch.compile(TwoTowers(), backend="apollo", options=LENIENT)

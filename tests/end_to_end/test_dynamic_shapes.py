@@ -92,8 +92,6 @@ def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixtur
 @sizes("compiled code, and the comparison of variants")
 def test_compiled_code_of_every_variant_serves_every_size() -> None:
     """The plan, its segments in turn, and Inductor's version, which is compiled after Dynamo has fixed its guards."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)) for name in "ab"})
 
     def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -124,8 +122,6 @@ def test_compiled_code_of_every_variant_serves_every_size() -> None:
 @sizes("the comparison of variants")
 def test_variants_are_compared_by_times_for_as_many_elements() -> None:
     """Whatever sizes come; then the winner runs, and other sizes are no drift."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = Pair()
     options = {**LANES, "plan.compile_share": 1e-6}
     run = torch.compile(model, backend="apollo", dynamic=True, options=options)
@@ -143,8 +139,6 @@ def test_variants_are_compared_by_times_for_as_many_elements() -> None:
 @sizes("mark_dynamic")
 def test_sizes_are_marked_by_hand() -> None:
     """`mark_dynamic` makes one dimension a symbol; the others stay as they are."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = Pair()
     run = torch.compile(model, backend="apollo", options=EAGER_BODIES)
     for left, right in batches(((24, 7), (12, 7), (90, 7))):
@@ -173,7 +167,6 @@ def half(size: int) -> float:
 )
 def test_sizes_go_through_graph_breaks(op: Callable[[int], float]) -> None:
     """A number that one graph computes from sizes may be an input of the next; fractions are left to Inductor."""
-    torch._dynamo.reset()
     weight = torch.ones(4, requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -196,8 +189,6 @@ def test_sizes_go_through_graph_breaks(op: Callable[[int], float]) -> None:
 @pytest.mark.parametrize("option", ["plan.memory_quota", "plan.planner", "deterministic"])
 def test_who_asks_for_one_plan_gets_one(option: str) -> None:
     """A quota is for known sizes; a serial plan and the same numbers every time leave nothing to choose."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     values: dict[str, dict[str, object]] = {"plan.memory_quota": {option: 2**30}, "plan.planner": {option: "serial"}}
     options = {**EAGER_BODIES, **values.get(option, {})}
@@ -245,7 +236,6 @@ def test_what_torch_knows_of_sizes_is_forgotten_with_the_model() -> None:
 @sizes("a result of the backend that nobody keeps")
 def test_sizes_are_guarded_where_the_compiled_graph_is_dropped_at_once() -> None:
     """Dynamo makes its guards after the backend: that two sizes are the same is one of them."""
-    torch._dynamo.reset()
     rows = []
 
     def dropping(graph_module: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:

@@ -325,7 +325,6 @@ class Pieces(nn.Module):
 
 def test_of_many_graphs_those_that_save_next_to_nothing_are_left_to_inductor() -> None:
     """From the third on; a plan with a gain stays."""
-    torch._dynamo.reset()
     model, x = Pieces(), torch.randn(2048, 512)
     options = {"debug.strict": True, "runtime.bodies": "eager", "partition.granularity": "module"}
     run = torch.compile(model, backend="apollo", options=options)

@@ -62,7 +62,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_models_that_read_parts_train_as_in_eager(name: str, bodies: str) -> None:
     """Losses and gradients; parts are views of memory that another segment made."""
     make, shape = CASES[name]
-    torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
 
     def loss_of(run: Any) -> torch.Tensor:

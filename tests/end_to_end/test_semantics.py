@@ -24,7 +24,6 @@ UNCOMPILED = {"backend": "apollo", "options": {**STRICT, "runtime.bodies": "eage
 @pytest.mark.robustness("Values", "dropout, again and as Inductor draws it")
 def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     """Random numbers are drawn in graph order, whatever the lanes do: the losses are Inductor's to the bit."""
-    torch.manual_seed(0)
     model = TwoTowers(depth=1, dropout=0.3)
     inputs = two_tower_inputs()
 
@@ -86,7 +85,6 @@ class _Normalized(nn.Module):
 @pytest.mark.robustness("Training loops", "BatchNorm, frozen and unused modules")
 def test_batch_norm_buffers_frozen_and_unused_modules_train_as_in_eager() -> None:
     """Mutated buffers end with eager's values; parameters without a gradient keep None."""
-    torch.manual_seed(0)
     model = _Normalized()
     x = torch.randn(32, 16)
     assert_same_training(
@@ -123,7 +121,6 @@ def test_functions_with_effects_and_aliases_return_what_eager_returns(
     function: Callable[..., object], either: dict[str, Any]
 ) -> None:
     """Inputs are mutated alike, outputs alias alike, None and constants come back."""
-    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)
     eager_inputs, inputs = (x.clone(), y.clone()), (x.clone(), y.clone())
@@ -141,8 +138,6 @@ def test_functions_with_effects_and_aliases_return_what_eager_returns(
 @pytest.mark.robustness("Training loops", "no_grad and inference_mode")
 def test_no_grad_and_inference_mode_give_eagers_values() -> None:
     """The inference graph is cut and planned as well."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = TwoTowers().eval()
     run = torch.compile(model, **APOLLO)
     inputs = two_tower_inputs()
@@ -154,7 +149,6 @@ def test_no_grad_and_inference_mode_give_eagers_values() -> None:
 @pytest.mark.robustness("Training loops", "autocast")
 def test_bf16_autocast_trains_within_its_tolerance() -> None:
     """Autocast is part of the traced graph."""
-    torch.manual_seed(0)
     model = TwoTowers()
     inputs = two_tower_inputs()
 
@@ -213,8 +207,6 @@ class _Watched(nn.Module):
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="lanes need two cores")
 def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
     """Affinity and OpenMP quota, read from inside bodies, are those of the lane that the plan names."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = _Watched()
     run = torch.compile(model, **APOLLO)
     x = torch.randn(256, 256)
@@ -255,8 +247,6 @@ class _Fuse(nn.Module):
 @pytest.mark.robustness("Special operators", "operators that raise")
 def test_an_exception_in_a_body_reaches_the_caller_as_itself_and_training_goes_on() -> None:
     """The type survives, a note names the segment, and the next call works."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = _Fuse()
     run = torch.compile(model, **APOLLO)
     x, safe, lit = torch.randn(64, 64), -torch.ones(64, 64), torch.ones(64, 64)
@@ -286,7 +276,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.robustness("Special operators", "operators that call a compiled function")
 def test_a_body_may_call_another_compiled_function() -> None:
     """The inner run takes no lanes, which the outer run has."""
-    torch._dynamo.reset()
     x = torch.randn(16, 16)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(lambda x: nested(x) + 1, **APOLLO)(x), (x @ x).relu() + 1)
@@ -295,7 +284,6 @@ def test_a_body_may_call_another_compiled_function() -> None:
 @pytest.mark.robustness("Values", "inference tensors that are written to")
 def test_inference_tensors_can_be_written_to(either: dict[str, Any]) -> None:
     """A cache that was made in inference mode takes new values there."""
-    torch._dynamo.reset()
 
     def store(cache: torch.Tensor, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         cache.index_put_((index,), x)
@@ -312,8 +300,6 @@ def test_inference_tensors_can_be_written_to(either: dict[str, Any]) -> None:
 @pytest.mark.robustness("Training loops", "a fork after a step")
 def test_a_forked_child_gets_a_clear_error() -> None:
     """Lanes are threads, and threads stay behind in the parent, which goes on; the child may compile for itself."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = TwoTowers()
     run = torch.compile(model, **APOLLO)
     inputs = two_tower_inputs()
@@ -339,7 +325,6 @@ def test_a_forked_child_gets_a_clear_error() -> None:
 @pytest.mark.robustness("Special operators", "operators that raise in compiled code")
 def test_an_error_in_compiled_code_says_what_torch_says() -> None:
     """A native body fails with the operator's own message, not only with the name of the call."""
-    torch._dynamo.reset()
     table = nn.Embedding(4, 8)
     run = torch.compile(lambda index, x: torch.linalg.cholesky(x) @ table(index).T, **APOLLO)
     index, fine = torch.tensor([0, 1]), torch.eye(8)

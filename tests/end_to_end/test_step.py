@@ -1,4 +1,7 @@
-"""Training steps as one program: the numbers of the loop over micro-batches, whatever the model and the optimizer."""
+"""Training steps as one program: the numbers of the loop over micro-batches, whatever the model and the optimizer.
+
+`step_cases` has many more trainings that are hard to get right.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import copy
 import gc
 import itertools
 import logging
-import math
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,7 +20,6 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile import step as public
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.values import Stage
@@ -26,106 +27,25 @@ from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import Step
 from apollo_compile.tools.explain_step import explain_step
 from apollo_compile.tools.report import report, status
-from tests.end_to_end.models import TwoTowers, two_tower_inputs
-
-EAGER = {
-    "runtime.bodies": "eager",
-    "plan.autotune": False,
-    "plan.replan": False,
-    "plan.min_gain": 0.0,
-    "plan.time_limit_s": 0.2,
-}
-"""Bodies that take no time to compile, plans that take little, and the program from the second step on."""
-
-compile_step = partial(public.compile_step, keep_gradients=True)
-"""Leaves gradients where these tests look for them; what happens to them otherwise: `test_step_gradients.py`."""
+from tests.end_to_end.models import TwoTowers
+from tests.end_to_end.twins import (
+    EAGER,
+    Batch,
+    Chain,
+    Twins,
+    chain_batch,
+    chain_loss,
+    compile_step,
+    layer,
+    ran_as_program,
+    run_loop,
+    state_of,
+    towers_batch,
+    towers_loss,
+)
 
 ADAMW = partial(torch.optim.AdamW, eps=1e-3)
 """With the usual epsilon, gradients that are zero but for rounding become full steps in a random direction."""
-
-Batch = Mapping[str, torch.Tensor]
-
-
-class Chain(nn.Module):
-    """Layers that feed each other: inside one micro-batch nothing is independent."""
-
-    def __init__(self, *, dropout: float = 0.0, width: int = 16) -> None:
-        super().__init__()
-        layers = [
-            nn.Sequential(nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.Dropout(dropout))
-            for _ in range(3)
-        ]
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-def chain_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss of a chain."""
-    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
-
-
-def towers_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss of two towers."""
-    loss: torch.Tensor = model(batch["x"], batch["y"]).square().mean()
-    return loss
-
-
-def chain_batch(seed: int, size: int = 16) -> Batch:
-    """Return a batch for a chain."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(size, 16, generator=generator) for name in ("x", "y")}
-
-
-def towers_batch(seed: int, size: int = 8) -> Batch:
-    """Return a batch for two towers."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {name: each.shape[1:] for name, each in zip(("x", "y"), two_tower_inputs(), strict=True)}
-    return {name: torch.randn(size, *shape, generator=generator) for name, shape in shapes.items()}
-
-
-def run_loop(
-    model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    batch: Batch,
-    count: int,
-    optimizer: torch.optim.Optimizer | None,
-) -> torch.Tensor:
-    """Take one step as users write it."""
-    if optimizer is not None:
-        optimizer.zero_grad()
-    total = torch.zeros(())
-    for part in split_evenly(batch, count):
-        loss = loss_fn(model, part) * (1 / count)
-        loss.backward()
-        total = total + loss.detach()
-    if optimizer is not None:
-        optimizer.step()
-    return total
-
-
-def make_towers_twice(
-    optimize: Callable[..., torch.optim.Optimizer],
-) -> tuple[tuple[nn.Module, torch.optim.Optimizer], tuple[nn.Module, torch.optim.Optimizer]]:
-    """Return two towers with an optimizer, and equal ones to train in eager; nothing is compiled yet."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = TwoTowers(depth=1)
-    eager = copy.deepcopy(model)
-    return (model, optimize(model.parameters())), (eager, optimize(eager.parameters()))
-
-
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of parameters and buffers."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def ran_as_program(step: Step) -> bool:
-    """Whether every batch that a step has seen twice ran as a program."""
-    return bool(step.verdicts) and all("loop" not in verdict for verdict in step.verdicts)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, ADAMW], ids=["SGD", "AdamW"])
@@ -143,136 +63,24 @@ def test_ten_steps_are_those_of_the_loop(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> None:
     """Losses, parameters, running statistics and the state of the optimizer."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = make()
-    expected = copy.deepcopy(model)
-    own, others = optimizer(model.parameters(), lr=0.01), optimizer(expected.parameters(), lr=0.01)
-    step = compile_step(model, loss_fn, own, microbatches=count, options=EAGER)
+    twins = Twins(make, loss_fn, partial(optimizer, lr=0.01), count=count)
     for seed in range(10):
-        batch = make_batch(seed)
-        torch.testing.assert_close(step(batch), run_loop(expected, loss_fn, batch, count, others), rtol=1e-4, atol=1e-5)
-    assert ran_as_program(step)
-    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
-    assert own.state_dict()["state"].keys() == others.state_dict()["state"].keys()
-    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
-
-
-def test_without_an_optimizer_gradients_are_added_to_what_is_there() -> None:
-    """As `backward` does; the caller steps, and clears gradients when it likes."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, microbatches=2, options=EAGER)
-    for seed in range(6):
-        if seed % 3 == 0:
-            model.zero_grad()
-            expected.zero_grad()
-        step(chain_batch(seed))
-        run_loop(expected, chain_loss, chain_batch(seed), 2, None)
-        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
-    assert ran_as_program(step)
+        twins.take(make_batch(seed))
+    assert ran_as_program(twins.step) and twins.own is not None and twins.others is not None
+    assert twins.own.state_dict()["state"].keys() == twins.others.state_dict()["state"].keys()
 
 
 def test_batches_may_have_different_numbers_of_micro_batches() -> None:
     """A split into parts of one size runs one graph, and has a program for every number of parts."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-
-    def split(batch: Batch, _: int) -> list[Batch]:
-        return list(split_evenly(batch, len(batch["x"]) // 8))
-
-    step = compile_step(model, chain_loss, split=split, options=EAGER)
+    twins = Twins(split=lambda batch, _: split_evenly(batch, len(batch["x"]) // 8))
     for seed in range(8):
-        count = 2 + seed % 2
-        batch = chain_batch(seed, size=8 * count)
-        model.zero_grad()
-        expected.zero_grad()
-        torch.testing.assert_close(
-            step(batch), run_loop(expected, chain_loss, batch, count, None), rtol=1e-4, atol=1e-5
-        )
-        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
-    assert len(step.verdicts) == 2
-    assert ran_as_program(step)
-
-
-def test_dropout_draws_what_the_compiled_loop_draws() -> None:
-    """Micro-batches draw in their order, so the same seed gives the same numbers."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain(dropout=0.5)
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, microbatches=4, options=EAGER)
-    run = torch.compile(lambda part: chain_loss(expected, part), backend="apollo", options=EAGER, dynamic=False)
-    for seed in range(4):
-        losses = []
-        for take in (step, lambda batch: run_loop(expected, lambda _, part: run(part), batch, 4, None)):
-            torch.manual_seed(seed)
-            losses.append(take(chain_batch(seed)))
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-        model.zero_grad()
-        expected.zero_grad()
-    assert ran_as_program(step)
-
-
-def test_parts_count_as_much_as_the_user_says() -> None:
-    """Weights are divided by their sum, as where micro-batches have different numbers of tokens."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-    step = compile_step(
-        model, chain_loss, microbatches=2, weigh=lambda part: float(part["x"][0, 0].abs()), options=EAGER
-    )
-    for seed in range(3):
-        batch = chain_batch(seed)
-        model.zero_grad()
-        expected.zero_grad()
-        loss = step(batch)
-        counts = [float(part["x"][0, 0].abs()) for part in split_evenly(batch, 2)]
-        wanted = torch.zeros(())
-        for part, weight in zip(split_evenly(batch, 2), counts, strict=True):
-            weighted = chain_loss(expected, part) * (weight / sum(counts))
-            weighted.backward()
-            wanted = wanted + weighted.detach()
-        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
-    assert ran_as_program(step)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, ADAMW, None], ids=["SGD", "AdamW", "none"])
-def test_gradients_are_clipped_together(optimizer: Callable[..., torch.optim.Optimizer] | None) -> None:
-    """By the norm of all of them, as `clip_grad_norm_` does, before the optimizer steps."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-    own, others = (None if optimizer is None else optimizer(each.parameters(), lr=0.1) for each in (model, expected))
-    step = compile_step(model, chain_loss, own, microbatches=2, clip_grad_norm=0.1, options=EAGER)
-    for seed in range(5):
-        model.zero_grad()
-        expected.zero_grad()
-        step(chain_batch(seed))
-        run_loop(expected, chain_loss, chain_batch(seed), 2, None)
-        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-        if others is not None:
-            others.step()
-        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-3, atol=1e-5)
-    assert ran_as_program(step)
+        twins.take(chain_batch(seed, size=8 * (2 + seed % 2)))
+    assert len(twins.step.verdicts) == 2 and ran_as_program(twins.step)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_programs_give_the_bits_of_the_compiled_loop_with_deterministic_algorithms(clip: float | None) -> None:
     """Sums, the norm and the optimizer do the same arithmetic in the same order."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = Chain(dropout=0.5)
     expected = copy.deepcopy(model)
     own, others = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, expected))
@@ -284,135 +92,13 @@ def test_programs_give_the_bits_of_the_compiled_loop_with_deterministic_algorith
             torch.manual_seed(seed)
             loss = step(chain_batch(seed))
             torch.manual_seed(seed)
-            wanted = run_loop(expected, lambda _, part: run(part), chain_batch(seed), 4, None)
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(expected.parameters(), clip)
-            others.step()
-            others.zero_grad()
+            wanted = run_loop(expected, lambda _, part: run(part), split_evenly(chain_batch(seed), 4), others, clip)
             assert torch.equal(loss, wanted)
             for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
                 assert torch.equal(parameter, other)
     finally:
         torch.use_deterministic_algorithms(False)
     assert ran_as_program(step)
-
-
-def test_groups_schedulers_and_checkpoints_are_those_of_the_optimizer() -> None:
-    """Two groups with settings of their own, a scheduler that changes both, and a checkpoint that the loop resumes."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-
-    def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-        first, *rest = list(module.parameters())
-        return torch.optim.AdamW([{"params": [first], "lr": 0.1, "weight_decay": 0.5}, {"params": rest}], lr=0.01)
-
-    own, others = optimizer_of(model), optimizer_of(expected)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, gamma=0.5) for each in (own, others)]
-    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
-    for seed in range(6):
-        step(chain_batch(seed))
-        run_loop(expected, chain_loss, chain_batch(seed), 2, others)
-        for scheduler in schedulers:
-            scheduler.step()
-        if seed == 3:  # each goes on from what the other has saved
-            saved = [
-                copy.deepcopy((each.state_dict(), net.state_dict())) for each, net in ((own, model), (others, expected))
-            ]
-            for (state, weights), each, net in zip(reversed(saved), (own, others), (model, expected), strict=True):
-                each.load_state_dict(state)
-                net.load_state_dict(weights)
-    assert ran_as_program(step)
-    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own.state_dict(), others.state_dict(), rtol=1e-3, atol=1e-5)
-
-
-def test_an_optimizer_that_needs_all_parameters_steps_after_the_program(caplog: pytest.LogCaptureFixture) -> None:
-    """So does one that somebody hooks into; a line says why."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-
-    class Halved(torch.optim.SGD):
-        """Takes half a step."""
-
-        def step(self, closure: Any = None) -> Any:
-            norm = sum(float(p.grad.norm()) for group in self.param_groups for p in group["params"])
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad.div_(norm)
-            return super().step(closure)
-
-    own, others = Halved(model.parameters(), lr=0.1), Halved(expected.parameters(), lr=0.1)
-    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
-    with caplog.at_level(logging.INFO, "apollo_compile"):
-        for seed in range(4):
-            step(chain_batch(seed))
-            run_loop(expected, chain_loss, chain_batch(seed), 2, others)
-    assert ran_as_program(step)
-    assert "the optimizer steps after the program: Halved may use several parameters together" in caplog.text
-    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_hooks_of_an_optimizer_run_once_a_step() -> None:
-    """They expect all gradients, so such a step is a loop."""
-    torch._dynamo.reset()
-    model = Chain()
-    own = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
-    seen: list[int] = []
-    for seed in range(5):
-        if seed == 3:
-            own.register_step_post_hook(lambda *_: seen.append(1))
-        step(chain_batch(seed))
-    assert len(seen) == 2
-
-
-def breaks_the_graph(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss after a graph break."""
-    torch._dynamo.graph_break()
-    return chain_loss(model, batch)
-
-
-kept: dict[str, torch.Tensor] = {}
-
-
-def keeps_a_metric(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Keep a metric that requires gradients."""
-    loss = chain_loss(model, batch)
-    kept["twice"] = loss * 2
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "reason"),
-    [
-        (breaks_the_graph, "the loss function is not one graph: .*graph_break"),
-        (keeps_a_metric, "keeps tensors besides those that it returns"),
-    ],
-)
-def test_what_cannot_be_linked_stays_the_loop_and_a_line_says_why(
-    loss_fn: Callable[[nn.Module, Any], Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Training goes on, with the right numbers."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, loss_fn, microbatches=2, options=EAGER)
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        for seed in range(2):
-            model.zero_grad()
-            expected.zero_grad()
-            loss = step(chain_batch(seed))
-            torch.testing.assert_close(
-                loss, run_loop(expected, chain_loss, chain_batch(seed), 2, None), rtol=1e-4, atol=1e-5
-            )
-    (line,) = [record.getMessage() for record in caplog.records if "stays a loop" in record.getMessage()]
-    assert re.search(reason, line)
-    assert not ran_as_program(step)
 
 
 class Tied(nn.Module):
@@ -432,52 +118,22 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("count", [1, 2])
 def test_parameters_share_no_gradient_and_frozen_ones_have_none(count: int) -> None:
     """As in eager; clipping multiplies every gradient in place, once."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Tied()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, microbatches=count, clip_grad_norm=0.1, options=EAGER)
+    twins = Twins(Tied, count=count, clip_grad_norm=0.1)
     for seed in range(3):
-        model.zero_grad()
-        expected.zero_grad()
-        step(chain_batch(seed))
-        run_loop(expected, chain_loss, chain_batch(seed), count, None)
-        nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-6)
-    assert ran_as_program(step)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        twins.take(chain_batch(seed))
+    assert ran_as_program(twins.step)
+    gradients = [p.grad for p in twins.model.parameters() if p.grad is not None]
     assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == len(gradients) == 3
-
-
-def test_gradient_hooks_run() -> None:
-    """In the loop: a program has no place for them."""
-    torch._dynamo.reset()
-    model = Chain()
-    seen: list[int] = []
-    next(model.parameters()).register_hook(lambda gradient: seen.append(1))
-    step = compile_step(model, chain_loss, microbatches=2, options=EAGER)
-    for seed in range(2):
-        step(chain_batch(seed))
-    assert len(seen) == 4
 
 
 def test_evaluation_in_between_and_other_shapes_get_programs_of_their_own() -> None:
     """What the model does differs in evaluation mode, and so do the shapes of a last batch."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, microbatches=2, options=EAGER)
+    twins = Twins(count=2)
     for turn in range(24):
-        size, is_training = (16, 8)[turn % 2], turn % 3 < 2
-        for each in (model, expected):
-            each.train(is_training)
-            each.zero_grad()
-        batch = chain_batch(turn, size)
-        torch.testing.assert_close(step(batch), run_loop(expected, chain_loss, batch, 2, None), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
-    assert len(step.tuners) == 4
+        for each in twins.both:
+            each.train(turn % 3 < 2)
+        twins.take(chain_batch(turn, (16, 8)[turn % 2]))
+    assert len(twins.step.tuners) == 4
 
 
 class Weighed(Chain):
@@ -495,77 +151,35 @@ class Weighed(Chain):
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_the_code_refers_to_may_change_between_steps(count: int) -> None:
     """As Dynamo's guards see it: a number is compiled anew, and a buffer that was replaced is read."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Weighed()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, microbatches=count, options=EAGER)
+    twins = Twins(Weighed, count=count)
     for seed in range(8):
-        for each in (model, expected):
-            each.zero_grad()
+        for each in twins.both:
             each.beta = 1.0 if seed < 3 else 0.5
             if seed >= 5:
                 each.center = torch.full((16,), float(seed))
-        loss = step(chain_batch(seed))
-        wanted = run_loop(expected, chain_loss, chain_batch(seed), count, None)
-        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
-    assert ran_as_program(step)
-
-
-def test_a_model_in_float64_gets_gradients_in_float64() -> None:
-    """What begins its backward has the type of the loss."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain().double()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, microbatches=2, options={**EAGER, "runtime.bodies": "native"})
-    for seed in range(3):
-        batch = {name: value.double() for name, value in chain_batch(seed).items()}
-        model.zero_grad()
-        expected.zero_grad()
-        step(batch)
-        run_loop(expected, chain_loss, batch, 2, None)
-        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-6, atol=1e-8)
-    assert ran_as_program(step)
+        twins.take(chain_batch(seed))
+    assert ran_as_program(twins.step)
 
 
 def test_one_tensor_may_be_there_twice_and_not_the_next_time() -> None:
     """As where labels are the inputs themselves at first."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, microbatches=1, options=EAGER)
+    twins = Twins()
     for seed in range(4):
-        batch = dict(chain_batch(seed))
-        if seed < 2:
-            batch["y"] = batch["x"]
-        model.zero_grad()
-        expected.zero_grad()
-        torch.testing.assert_close(step(batch), run_loop(expected, chain_loss, batch, 1, None), rtol=1e-4, atol=1e-5)
+        batch = chain_batch(seed)
+        twins.take({**batch, "y": batch["x"]} if seed < 2 else batch)
 
 
 def test_variants_of_a_step_are_compared_and_one_stays() -> None:
     """The loop, the program and its segments in turn; numbers are right all the time."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-    options = {**EAGER, "plan.autotune": True, "plan.compile_share": 1e6}
-    step = compile_step(model, chain_loss, microbatches=2, options=options)
-    left = []
+    twins = Twins(count=2, options={**EAGER, "plan.autotune": True, "plan.compile_share": 1e6})
+    step, left = twins.step, []
     for seed in range(3000):
-        model.zero_grad()
-        expected.zero_grad()
-        loss = step(chain_batch(seed))
+        twins.take(chain_batch(seed))
         left += [state.num_steps for state in step.states if state.stage is Stage.MEASURING]
-        wanted = run_loop(expected, chain_loss, chain_batch(seed), 2, None)
-        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
         if step.tuners and step.tuners[0].is_settled and not step.tuners[0].is_more_to_come:
             break
     (verdict,) = step.verdicts
-    for variant in ("loop over micro-batches", "loop in eager", "segments in turn", "Inductor, traced step"):
+    for variant in ("loop over micro-batches", "segments in turn", "Inductor, traced step"):
         assert variant in verdict
     assert re.search(r"settled after \d+ measured steps: .*as fast as .*\(.*\)", repr(step))
     assert status(step) in repr(step)
@@ -574,98 +188,47 @@ def test_variants_of_a_step_are_compared_and_one_stays() -> None:
 
 def test_frequent_kinds_of_batches_get_programs_until_dynamo_compiles_no_more(caplog: pytest.LogCaptureFixture) -> None:
     """Which it says once; further sizes run as those that are rare."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, options=EAGER)
+    twins = Twins(layer)
     for seed, size in enumerate([size for size in range(4, 16) for _ in range(4)]):
-        model.zero_grad()
-        expected.zero_grad()
-        batch = chain_batch(seed, size)
-        torch.testing.assert_close(step(batch), run_loop(expected, chain_loss, batch, 1, None), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
-    assert len(step.tuners) == torch._dynamo.config.recompile_limit
-    assert not step.reasons_for_loops
+        twins.take(chain_batch(seed, size))
+    assert len(twins.step.tuners) == torch._dynamo.config.recompile_limit and not twins.step.reasons_for_loops
     assert sum("hit config" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_batches_whose_size_changes_in_every_step_are_compiled_for_all_sizes(count: int) -> None:
     """As lengths of texts do; once a size has come three times, it has a program."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    expected = copy.deepcopy(model)
-    step = compile_step(model, chain_loss, microbatches=count, options=EAGER)
+    twins = Twins(layer, count=count)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for seed, size in enumerate([*range(8, 30, 2), 12, 12, 12]):
-        model.zero_grad()
-        expected.zero_grad()
-        batch = chain_batch(seed, size)
-        wanted = run_loop(expected, chain_loss, batch, count, None)
-        torch.testing.assert_close(step(batch), wanted, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
+        twins.take(chain_batch(seed, size))
         num_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
         assert num_compiled <= (3 if seed < 12 else 4), "the first size, one for others, all sizes; and a frequent one"
-    assert len(step.tuners) == 2
-    assert num_compiled == 4
+    assert len(twins.step.tuners) == 2 and num_compiled == 4
 
 
 def test_a_number_that_changes_in_every_step_fills_dynamo_once(caplog: pytest.LogCaptureFixture) -> None:
     """Then steps run as those of rare kinds do, which read it as a symbol."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Weighed()
-    step = compile_step(model, chain_loss, options=EAGER)
-    expected = copy.deepcopy(model)
+    twins = Twins(Weighed)
     for seed in range(2 * torch._dynamo.config.recompile_limit):
-        for each in (model, expected):
-            each.zero_grad()
+        for each in twins.both:
             each.beta = 2.0 + seed
-        wanted = run_loop(expected, chain_loss, chain_batch(seed), 1, None)
-        torch.testing.assert_close(step(chain_batch(seed)), wanted, rtol=1e-4, atol=1e-5)
+        twins.take(chain_batch(seed))
     assert sum("hit config" in record.getMessage() for record in caplog.records) <= 2, "one for each way to compile it"
 
 
 def test_parts_of_different_sizes_are_compiled_for_all_sizes() -> None:
     """As where a batch is split by length."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    expected = copy.deepcopy(model)
 
     def split(batch: Batch, count: int) -> list[Batch]:
         rows = len(batch["x"]) // 2 - 1
-        return [
-            {name: each[:rows] for name, each in batch.items()},
-            {name: each[rows:] for name, each in batch.items()},
-        ]
+        return [{name: each[part] for name, each in batch.items()} for part in (slice(rows), slice(rows, None))]
 
-    step = compile_step(model, chain_loss, microbatches=2, split=split, options=EAGER)
+    twins = Twins(layer, count=2, split=split)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for seed, size in enumerate(range(10, 40, 2)):
-        model.zero_grad()
-        expected.zero_grad()
-        batch = chain_batch(seed, size)
-        for part in split(batch, 2):
-            (chain_loss(expected, part) * 0.5).backward()
-        step(batch)
-        torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
+        twins.take(chain_batch(seed, size))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 6
-
-
-def test_weights_are_read_anew_in_every_step_of_a_loop_inside_of_autocast() -> None:
-    """Autocast keeps its copies of weights as long as it is on, which a loop in eager would read."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = compile_step(model, chain_loss, optimizer, options={**EAGER, "plan.autotune": True})
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = [float(step(chain_batch(0))) for _ in range(60)]
-    assert "eager" not in str(step.verdicts)
-    assert all(later < earlier for earlier, later in itertools.pairwise(losses[:20]))
 
 
 @pytest.mark.soak
@@ -689,29 +252,8 @@ def test_a_later_process_begins_with_what_was_found(tmp_path: Path) -> None:
     assert not first.is_remembered and not other.is_remembered
 
 
-def test_an_optimizer_step_that_was_replaced_is_called() -> None:
-    """As by frameworks that count, clamp or average in it."""
-    torch._dynamo.reset()
-    model = Chain()
-    own = torch.optim.SGD(model.parameters(), lr=0.01)
-    calls: list[int] = []
-    original = own.step
-
-    def counted(*args: Any) -> Any:
-        calls.append(1)
-        return original(*args)
-
-    own.step = counted  # type: ignore[method-assign]
-    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
-    for seed in range(4):
-        step(chain_batch(seed))
-    assert len(calls) == 4
-    assert "the optimizer's step was replaced" in step.verdicts[0]
-
-
 def test_a_loss_that_the_loss_function_keeps_has_its_value() -> None:
     """The usual way to log it: Dynamo stores what the graph returned, before a program has run."""
-    torch._dynamo.reset()
     model = Chain()
     logs: dict[str, torch.Tensor] = {}
 
@@ -727,63 +269,13 @@ def test_a_loss_that_the_loss_function_keeps_has_its_value() -> None:
     assert ran_as_program(step)
 
 
-def test_gradients_of_parameters_without_an_optimizer_add_up() -> None:
-    """As with the loop, where only a part of the model is in the optimizer; the program runs all the same."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    expected = copy.deepcopy(model)
-    own, others = (torch.optim.SGD(each.layers[0].parameters(), lr=0.1) for each in (model, expected))  # type: ignore[operator]
-    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
-    for seed in range(4):
-        step(chain_batch(seed))
-        run_loop(expected, chain_loss, chain_batch(seed), 2, others)
-    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
-    assert ran_as_program(step)
-
-
 def test_every_step_of_a_process_may_be_a_program() -> None:
     """Dynamo's limit of compiles is for each of them, as in a sweep over settings."""
-    torch._dynamo.reset()
     steps = [compile_step(nn.Sequential(nn.Linear(16, 16)), chain_loss, options=EAGER) for _ in range(10)]
     for step in steps:
         for seed in range(2):
             step(chain_batch(seed, 4))
     assert all(ran_as_program(step) for step in steps)
-
-
-def test_replaced_parameters_are_linked_anew() -> None:
-    """As `load_state_dict(assign=True)` replaces them."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    step = compile_step(model, chain_loss, options=EAGER)
-    for seed in range(8):
-        if seed == 3:
-            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-        model.zero_grad()
-        expected = copy.deepcopy(model)
-        step(chain_batch(seed))
-        run_loop(expected, chain_loss, chain_batch(seed), 1, None)
-        torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
-    assert ran_as_program(step)
-
-
-@pytest.mark.parametrize(
-    ("batch", "problem"),
-    [
-        (
-            {"x": torch.zeros(8, 2), "weights": [0.5] * 8},
-            "a list in it has 8 elements, one for every sample, such as 0.5",
-        ),
-        ({"names": "no tensors"}, "found no tensors in a dict"),
-    ],
-)
-def test_what_would_not_be_split_is_refused(batch: Any, problem: str) -> None:
-    """A list per sample would go to every micro-batch whole."""
-    with pytest.raises(TargetError, match=problem):
-        split_evenly(batch, 2)
 
 
 def test_memory_is_traded_for_overlap_within_the_quota(caplog: pytest.LogCaptureFixture) -> None:
@@ -811,9 +303,14 @@ def test_memory_is_traded_for_overlap_within_the_quota(caplog: pytest.LogCapture
     assert free.predicted_ns <= half.predicted_ns <= tight.predicted_ns
 
 
+def breaks_the_graph(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss after a graph break."""
+    torch._dynamo.graph_break()
+    return chain_loss(model, batch)
+
+
 def test_a_report_shows_the_phases_of_a_step() -> None:
     """Micro-batches overlap phase by phase, and what cannot be linked says why."""
-    torch._dynamo.reset()
     model = Chain()
     step = compile_step(model, chain_loss, torch.optim.SGD(model.parameters()), microbatches=2, options=EAGER)
     for seed in range(3):
@@ -835,8 +332,6 @@ def test_a_report_shows_the_phases_of_a_step() -> None:
 
 def test_a_step_is_planned_without_training_as_it_will_be() -> None:
     """The same segments on the same lanes as the program that runs later; nothing has changed before."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = Chain(dropout=0.5)
     own = torch.optim.AdamW(model.parameters())
     before = state_of(model)
@@ -857,7 +352,6 @@ def test_a_step_is_planned_without_training_as_it_will_be() -> None:
 
 def test_a_step_that_keeps_gradients_is_planned_with_their_memory() -> None:
     """Of six layers whose gradients are larger than all else, none is alive longer than its update otherwise."""
-    torch._dynamo.reset()
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
     own = torch.optim.AdamW(model.parameters())
     options = {**EAGER, "plan.planner": "serial"}
@@ -868,7 +362,6 @@ def test_a_step_that_keeps_gradients_is_planned_with_their_memory() -> None:
 
 def test_a_step_that_keeps_tensors_is_not_predicted_a_program() -> None:
     """It would not be linked either."""
-    torch._dynamo.reset()
     kept = []
 
     def keeps(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -880,13 +373,6 @@ def test_a_step_that_keeps_tensors_is_not_predicted_a_program() -> None:
     assert "loop over micro-batches: the loss function keeps tensors besides those that it returns" in str(planned)
 
 
-def test_a_batch_that_cannot_be_split_is_refused_in_words() -> None:
-    """It names the sizes and what to do; nothing has run."""
-    step = compile_step(Chain(), chain_loss, microbatches=3, options=EAGER)
-    with pytest.raises(TargetError, match=r"into 3 micro-batches: its tensors have sizes \[16\] along dimension 0"):
-        step(chain_batch(0))
-
-
 def test_wrong_arguments_are_refused_in_words() -> None:
     """Before anything is compiled."""
     with pytest.raises(ConfigError, match="microbatches is 0; expected a number of at least 1"):
@@ -895,9 +381,8 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         compile_step(Chain(), chain_loss, microbatches="auto")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"clip_grad_norm is -1\.0; expected a norm above 0"):
         compile_step(Chain(), chain_loss, clip_grad_norm=-1.0)
-    for weight in (0.0, math.nan):
-        with pytest.raises(TargetError, match=rf"micro-batches weigh \[{weight}, {weight}\]"):
-            compile_step(Chain(), chain_loss, microbatches=2, weigh=lambda part: weight)(chain_batch(0))  # noqa: B023
+    with pytest.raises(TargetError, match=r"micro-batches weigh \[0.0, 0.0\]"):
+        compile_step(Chain(), chain_loss, microbatches=2, weigh=lambda part: 0.0)(chain_batch(0))
     with pytest.raises(TargetError, match="is compiled already"):
         compile_step(torch.compile(Chain()), chain_loss)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="clip_grad_norm is '1'; expected a norm above 0"):
@@ -931,7 +416,7 @@ class Trainer:
 
 
 def test_a_trainer_whose_loss_function_knows_its_step_goes_with_it() -> None:
-    """Also while programs are compared with alternatives, which call that function."""
+    """Also while programs are compared with what calls that function."""
     trainer = Trainer()
     for _ in range(1000):
         trainer.step(chain_batch(0))
@@ -980,12 +465,11 @@ class OwnLoss(nn.Module):
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_model_that_computes_its_loss_needs_no_loss_function(is_named: bool) -> None:
     """It is called with the entries of the batch by name; the plan before training has the same segments."""
-    torch._dynamo.reset()
     model = OwnLoss(is_named)
     same = copy.deepcopy(model.chain)
     step = compile_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), options=EAGER)
     optimizer = torch.optim.SGD(same.parameters(), lr=0.1)
     for seed in range(3):
         loss = step(chain_batch(seed))
-        torch.testing.assert_close(loss, run_loop(same, chain_loss, chain_batch(seed), 1, optimizer))
+        torch.testing.assert_close(loss, run_loop(same, chain_loss, [chain_batch(seed)], optimizer))
     assert len(explain_step(model, None, chain_batch(0), options=EAGER).graphs) == 1

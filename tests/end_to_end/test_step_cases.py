@@ -45,7 +45,9 @@ SGD with Nesterov; Adam with fused; AdamW with amsgrad; NAdam; a rate that decay
 hooks on the step of an optimizer; bfloat16 with SGD; a parameter without dimensions in bfloat16, clipped
 a weight every other column, with SGD; tied weights; two parameters in one memory, with AdamW; weight norm
 a teacher that follows; gradients are added up, 3 micro-batches; 3 micro-batches of two towers
-autocast: memory of weights is written to; autocast: a weight read inside and outside
+autocast: memory of weights is written to; autocast: a weight read inside and outside; the loss is kept
+parameters without an optimizer; weights are loaded by assignment; the step of an optimizer is replaced
+an optimizer of the user; settings of modules change
 """
 EVERY_TIME = frozenset(_EVERY_TIME.strip().replace("\n", "; ").split("; "))
 """A tenth of the cases, some of every subject; the others run in `make soak`."""

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from apollo_compile.ir import Variant
-from apollo_compile.step import compile_step
-
-EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
-"""Bodies that take no time to compile, and the program from the second step on."""
-
-
-def loss_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of a chain."""
-    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
-
-
-def batch_of(seed: int) -> Mapping[str, torch.Tensor]:
-    """Return a batch for a chain."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(8, 16, generator=generator) for name in ("x", "y")}
+from tests.end_to_end.twins import EAGER, chain_batch, chain_loss, compile_step
 
 
 def test_an_error_of_the_loss_function_says_nothing_of_the_next_batch() -> None:
     """As where one batch lacks its labels: the error is the user's, and the next batch is one graph."""
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 16))
-    step = compile_step(model, loss_of, keep_gradients=True, options=EAGER)
+    step = compile_step(model, chain_loss, options=EAGER)
     for seed, names in enumerate(("x", "xy", "xy", "x", "xy")):
-        batch = {name: batch_of(seed)[name] for name in names}
+        batch = {name: chain_batch(seed)[name] for name in names}
         if names == "x":
             with pytest.raises(KeyError, match="y"):
                 step(batch)
@@ -61,35 +46,31 @@ def add_layer(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("change", [thaw, freeze, add_layer])
 def test_what_is_trained_may_change_before_inductor_traces_the_step(change: Callable[[nn.Sequential], None]) -> None:
     """Its gradients are of the parameters that the program has, and only guards of the loss function know of others."""
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
-    step = compile_step(
-        model, loss_of, keep_gradients=True, options={**EAGER, "plan.autotune": True, "plan.compile_share": 1e6}
-    )
+    step = compile_step(model, chain_loss, options={**EAGER, "plan.autotune": True, "plan.compile_share": 1e6})
     while not (step.tuners and step.tuners[0].is_settled):
-        step(batch_of(0))
+        step(chain_batch(0))
     while step.tuners[0].begin_step(0) is not Variant.TRACED:  # if nothing changes
         pass
     change(model)
     model.zero_grad()
     expected = copy.deepcopy(model)
-    step(batch_of(1))
-    loss_of(expected, batch_of(1)).backward()
+    step(chain_batch(1))
+    chain_loss(expected, chain_batch(1)).backward()
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_copies_of_a_step_train_copies_of_the_model() -> None:
     """As where a module that holds its step is copied for an average of its weights, or saved whole."""
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 16))
     holder = {
         "model": model,
-        "step": compile_step(model, loss_of, torch.optim.SGD(model.parameters()), keep_gradients=True, options=EAGER),
+        "step": compile_step(model, chain_loss, torch.optim.SGD(model.parameters()), options=EAGER),
     }
-    holder["step"](batch_of(0))
+    holder["step"](chain_batch(0))
     for copied in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):
         before = copy.deepcopy(model.state_dict())
-        copied["step"](batch_of(1))
+        copied["step"](chain_batch(1))
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         assert not torch.equal(copied["model"][0].weight, model[0].weight)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from apollo_compile.ir import Variant
+from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import compile_step
 from tests.end_to_end.models import TwoTowers
 from tests.end_to_end.step_cases.turns import compile_nothing, offers, take_turns
-from tests.end_to_end.test_step import EAGER, make_towers_twice, run_loop, state_of, towers_batch, towers_loss
+from tests.end_to_end.twins import EAGER, make_towers_twice, run_loop, state_of, towers_batch, towers_loss
 
 NUM_STEPS = 12
 
@@ -34,9 +33,7 @@ def test_gradients_are_released_or_kept_in_every_variant(
     )
     for seed in range(NUM_STEPS):
         step(towers_batch(seed))
-        run_loop(eager, towers_loss, towers_batch(seed), count, None)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(eager.parameters(), clip)
+        run_loop(eager, towers_loss, split_evenly(towers_batch(seed), count), None, clip)
         for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
             if keep:
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
@@ -51,10 +48,7 @@ def test_gradients_are_released_or_kept_in_every_variant(
 
 def test_gradients_that_no_optimizer_uses_stay() -> None:
     """They add up from step to step, as in the loop, whose `zero_grad` knows nothing of them."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = TwoTowers(depth=1)
-    eager = copy.deepcopy(model)
+    (model, _), (eager, _) = make_towers_twice(torch.optim.SGD)
 
     def first_tower(of: Any) -> Any:
         return next(iter(of.children())).parameters()
@@ -63,7 +57,7 @@ def test_gradients_that_no_optimizer_uses_stay() -> None:
     step = compile_step(model, towers_loss, own, options=EAGER)
     for seed in range(6):
         step(towers_batch(seed))
-        run_loop(eager, towers_loss, towers_batch(seed), 1, others)
+        run_loop(eager, towers_loss, [towers_batch(seed)], others)
     stepped = {id(each) for each in first_tower(model)}
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         if id(mine) in stepped:
@@ -74,10 +68,7 @@ def test_gradients_that_no_optimizer_uses_stay() -> None:
 
 def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
     """Such steps are a loop, and a line says so."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = TwoTowers(depth=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    (model, optimizer), _ = make_towers_twice(partial(torch.optim.SGD, lr=0.01))
     step = compile_step(model, towers_loss, optimizer, options=EAGER)
     for seed in range(6):
         if seed == 4:

@@ -21,19 +21,12 @@ from apollo_compile.step import Step, compile_step
 from benchmarks.harness.growth import find_growth, watch
 from benchmarks.harness.whole_steps import draw_class_tokens
 from benchmarks.workloads import build
+from tests.end_to_end.twins import EAGER, Batch, run_loop
 from tests.races import find_races
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {
-    "debug.strict": True,
-    "runtime.bodies": "eager",
-    "plan.autotune": False,
-    "plan.replan": False,
-    "plan.min_gain": 0.0,
-    "plan.time_limit_s": 0.2,
-}
-"""Bodies that take no time to compile, and the program from the second step on."""
+OPTIONS = {**EAGER, "debug.strict": True}
 
 NAMES = ("clip", "flava", "llava", "whisper", "vit_control", "two_tower")
 COUNTS = (1, 2, 4)
@@ -54,7 +47,6 @@ CASES = [
     for kind in MAKERS
 ]
 
-Batch = Mapping[str, torch.Tensor]
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 
 
@@ -127,14 +119,7 @@ def normed() -> Subject:
 
 def take_loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Take one step as users write it."""
-    optimizer.zero_grad()
-    parts, total = split(batch, 0), torch.zeros(())
-    for part in parts:
-        loss = loss_fn(model, part) * (1 / len(parts))
-        loss.backward()
-        total = total + loss.detach()
-    optimizer.step()
-    return total
+    return run_loop(model, loss_fn, split(batch, 0), optimizer)
 
 
 def clone(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,18 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 from apollo_compile.ir import Variant
-from apollo_compile.step import compile_step
 from apollo_compile.tools.explain_step import explain_step
-from tests.end_to_end.test_step import Batch, run_loop
+from tests.end_to_end.twins import EAGER, Batch, Twins, compile_step, layer
 
-EAGER = {
-    "runtime.bodies": "eager",
-    "plan.autotune": False,
-    "plan.replan": False,
-    "plan.min_gain": 0.0,
-    "plan.time_limit_s": 0.2,
-}
-"""Bodies that take no time to compile, and the program from the second step on."""
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def batch_of(seed: int) -> Batch:
@@ -108,11 +101,6 @@ def plain_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
 
 
-def layer() -> nn.Module:
-    """Return a model that says nothing about the length of a text."""
-    return nn.Linear(16, 16)
-
-
 def cumulative_norm() -> nn.Module:
     """Return a model that reads the number of batches that it has seen."""
     return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(6, momentum=None))
@@ -145,21 +133,13 @@ def test_a_loss_function_that_reads_a_number_runs_in_pieces_and_a_line_says_wher
     loss_fn: Callable[..., torch.Tensor], make: Callable[[], nn.Module], place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Losses, parameters and buffers are those of the loop in eager, also where another number comes later."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = make()
-    expected = copy.deepcopy(model)
-    optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, expected))
-    step = compile_step(model, loss_fn, optimizer, microbatches=2, options=EAGER)
+    twins = Twins(make, loss_fn, SGD, count=2)
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         for seed in range(3):
-            loss = run_loop(expected, loss_fn, batch_of(seed), 2, reference)
-            torch.testing.assert_close(step(batch_of(seed)), loss, rtol=1e-4, atol=1e-5)
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+            twins.take(batch_of(seed))
     (line,) = {each.getMessage() for each in caplog.records if "stays a loop" in each.getMessage()}
     assert re.search(f"the loss function is not one graph: .* in .*{place}", line), line
-    assert [verdict.partition(":")[0] for verdict in step.verdicts] == [Variant.LOOP]
+    assert [verdict.partition(":")[0] for verdict in twins.step.verdicts] == [Variant.LOOP]
 
 
 @pytest.mark.parametrize(("loss_fn", "make", "place"), [FORMS[0], FORMS[-1]])
@@ -167,7 +147,6 @@ def test_such_a_step_is_explained_as_a_loop(
     loss_fn: Callable[..., torch.Tensor], make: Callable[[], nn.Module], place: str
 ) -> None:
     """With the reason and the place, as it will run."""
-    torch._dynamo.reset()
     (state,) = explain_step(make(), loss_fn, batch_of(0), microbatches=2, options=EAGER).states
     assert re.search(f"{Variant.LOOP}: the loss function is not one graph: .* in .*{place}", state.detail)
 
@@ -178,40 +157,27 @@ def test_a_number_that_a_program_reads_is_that_of_its_batch() -> None:
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         return plain_loss(model, batch) * (1 / float(batch["t"][0]))
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = layer()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2, options=EAGER)
-    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+    twins = Twins(layer, loss_fn, SGD, count=2)
     for seed in range(4):
-        loss = run_loop(expected, loss_fn, batch_of(seed), 2, reference)
-        torch.testing.assert_close(step(batch_of(seed)), loss, rtol=1e-4, atol=1e-5)
-    assert step.verdicts == [Variant.PLAN]
+        twins.take(batch_of(seed))
+    assert twins.step.verdicts == [Variant.PLAN]
 
 
 def test_a_program_stays_where_code_that_is_no_graph_comes_later(caplog: pytest.LogCaptureFixture) -> None:
     """Steps that the new code is part of run in pieces and are not compiled again; batches of the other kind do not."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         return asks_for_a_number(model, batch) if batch["x"].shape[1] == 6 and is_asked else plain_loss(model, batch)
 
     is_asked = False
-    model = layer()
-    expected = copy.deepcopy(model)
-    step = compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), options=EAGER)
-    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+    twins = Twins(layer, loss_fn, SGD)
     kinds = [batch_of(0), {**batch_of(1), "x": batch_of(1)["x"][:, :3]}]
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         for number in range(12):
             is_asked = number >= 8
-            batch = kinds[number % 2]
-            loss = run_loop(expected, loss_fn, batch, 1, reference)
-            torch.testing.assert_close(step(batch), loss, rtol=1e-4, atol=1e-5)
+            twins.take(kinds[number % 2])
     assert sum("stays a loop" in each.getMessage() for each in caplog.records) == 1
-    assert Variant.PLAN in step.verdicts
+    assert Variant.PLAN in twins.step.verdicts
 
 
 class RefusedError(Exception):

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile.errors import TargetError
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import compile_step
 from tests.end_to_end.models import TwoTowers
 from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
-from tests.end_to_end.test_step import Batch, make_towers_twice, state_of, towers_batch
+from tests.end_to_end.twins import Batch, make_towers_twice, state_of, towers_batch
 
 OPTIONS = {"runtime.bodies": "eager", "plan.replan": False, "plan.min_gain": 0.0, "plan.time_limit_s": 0.2}
 NUM_STEPS = 12
@@ -97,7 +96,7 @@ def _rebuilt(first: Any, returned: Sequence[Any]) -> Any:
 def test_outputs_are_those_of_the_loop(
     loss_fn: Callable[[nn.Module, Batch], Any], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the program, of its segments in turn, of the loop in eager and of the traced step; none has a graph."""
+    """Of the program, of its segments in turn and of the traced step; none has a graph."""
     turns = take_turns(monkeypatch)
     compile_nothing(monkeypatch)
     (model, own), (eager, others) = make_towers_twice(partial(torch.optim.SGD, lr=0.01))
@@ -135,7 +134,6 @@ def _plain(outputs: Any) -> Any:
 
 def test_outputs_of_unequal_weights_are_weighted_means() -> None:
     """As the loss is."""
-    torch._dynamo.reset()
     model = TwoTowers(depth=1)
     weights = iter((1.0, 3.0))
     step = compile_step(
@@ -150,8 +148,6 @@ def test_outputs_of_unequal_weights_are_weighted_means() -> None:
 
 def test_a_tensor_that_is_kept_may_be_read_by_the_next_micro_batch() -> None:
     """Then a step is a loop, since no program could pass it on in time."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     before = {"loss": torch.zeros(())}
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -174,7 +170,6 @@ def test_a_tensor_that_is_kept_may_be_read_by_the_next_micro_batch() -> None:
 
 def test_outputs_that_differ_by_micro_batch_are_lists() -> None:
     """Others are combined still; a step that fails has no outputs."""
-    torch._dynamo.reset()
 
     def loss_fn(model: nn.Module, batch: Batch) -> Any:
         scores = _scores(model, batch)
@@ -193,8 +188,6 @@ def test_outputs_that_differ_by_micro_batch_are_lists() -> None:
 
 def test_outputs_do_not_follow_parameters_or_batches() -> None:
     """A parameter and a part of the batch that are returned have the values that they had in the loss function."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
     def loss_fn(model: nn.Module, batch: Batch) -> Any:
         return _scores(model, batch).square().mean(), next(model.parameters()), batch["x"]
@@ -209,20 +202,6 @@ def test_outputs_do_not_follow_parameters_or_batches() -> None:
         batch["x"].zero_()
         _, parameter, given = step.outputs
         assert torch.equal(parameter, before) and torch.equal(given, kept)
-
-
-class Unknown(dict[str, Any]):
-    """A mapping that torch does not flatten."""
-
-
-def test_a_mapping_that_torch_does_not_know_is_refused() -> None:
-    """Its tensors would keep their graphs."""
-    torch._dynamo.reset()
-    step = compile_step(
-        TwoTowers(depth=1), lambda model, batch: Unknown(loss=_scores(model, batch).square().mean()), options=OPTIONS
-    )
-    with pytest.raises(TargetError, match="returned a Unknown; expected a dict, tuple or list"):
-        step(towers_batch(0))
 
 
 class LogsItself(nn.Module):
@@ -248,7 +227,6 @@ def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
     loss_fn: Callable[[nn.Module, Batch], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Numbers are those of the step that was taken."""
-    torch._dynamo.reset()
     step = compile_step(LogsItself(), loss_fn, options={**OPTIONS, "plan.autotune": False})
     with caplog.at_level("INFO", "apollo_compile"):
         for seed in range(5):

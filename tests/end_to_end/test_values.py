@@ -258,7 +258,6 @@ def test_values_of_every_type_pass_through_segments(either: Options) -> None:
 @values("empty and size-one batches")
 def test_batches_of_none_and_of_one_train(either: Options) -> None:
     """Each batch size is a graph of its own; gradients of an empty batch are zeros."""
-    torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     actual = copy.deepcopy(expected)
     run = torch.compile(actual, dynamic=False, **either)
@@ -511,7 +510,6 @@ class _Mirrored(nn.Module):
 @pytest.mark.parametrize("make", [_Norms, _Mirrored])
 def test_buffers_that_share_memory_are_trained_as_in_eager(make: Callable[[], nn.Module], either: Options) -> None:
     """Gradients and buffers, over steps."""
-    torch.manual_seed(0)
     expected, model = make(), make()  # a copy has buffers of its own
     model.load_state_dict(expected.state_dict())
     compiled = torch.compile(model, **either)

@@ -19,9 +19,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from apollo_compile.ir import Variant
-from apollo_compile.session import bodies, registry, restore
+from apollo_compile.session import bodies, registry
 from apollo_compile.session import compile as session_compile
 from apollo_compile.session.model import CompiledModel
+from apollo_compile.torch_bridge import serialize
 from apollo_compile.torch_bridge.serialize import BundledBody, bundle_body
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
@@ -115,7 +116,6 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize("kind", [pytest.param("towers", marks=pytest.mark.soak), "normalized"])
 def test_a_second_compile_is_the_first_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same losses, gradients and buffers to the bit, dropout included; same segments, plan and report."""
-    torch.manual_seed(0)
     model = TwoTowers(dropout=0.3) if kind == "towers" else Normalized()
     inputs = two_tower_inputs() if kind == "towers" else (torch.randn(4, 3, 12, 12),)
     options = {"plan.min_gain": 0.0, "plan.replan": False}
@@ -174,7 +174,6 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_every_variant_can_be_used_by_a_graph_that_came_back(variant: str) -> None:
     """Inductor compiles the graph of the bundle, and what its code saves fits the backward's segments."""
-    torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     options = {"plan.autotune": True, "plan.min_gain": 0.0, "plan.replan": False}
     for _ in range(2):
@@ -202,7 +201,6 @@ def test_every_variant_can_be_used_by_a_graph_that_came_back(variant: str) -> No
 @pytest.mark.parametrize("variant", [Variant.INDUCTOR, pytest.param(Variant.SERIAL, marks=pytest.mark.soak)])
 def test_a_verdict_that_came_later_holds(variant: str, tmp_path: Path) -> None:
     """The bundle is of the first step; what the comparison said after that stands in the history."""
-    torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     options = {"plan.autotune": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
     let_win(variant, model, inputs, options)
@@ -218,7 +216,6 @@ def test_a_verdict_that_came_later_holds(variant: str, tmp_path: Path) -> None:
 @needs_two_cores
 def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> None:
     """Once nobody knows any more that Inductor was faster, that is found out again."""
-    torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     options = {"plan.autotune": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
     let_win(Variant.INDUCTOR, model, inputs, options)
@@ -323,7 +320,7 @@ def test_a_damaged_bundle_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError("damaged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(restore, "unbundle_body", fail)
+        patch.setattr(serialize, "unbundle_body", fail)
         training, found = training_of(model, *inputs, **options)
     assert hits() == (0, 2)
     assert len(found.graphs) == 2
@@ -339,7 +336,7 @@ def test_a_body_whose_library_is_gone_is_compiled_again(tmp_path: Path, monkeypa
     model, inputs = TwoTowers(), two_tower_inputs()
     with monkeypatch.context() as patch:
         patch.setattr(
-            restore, "bundle_body", lambda body: replace(bundle_body(body), library=str(tmp_path / "gone.so"))
+            serialize, "bundle_body", lambda body: replace(bundle_body(body), library=str(tmp_path / "gone.so"))
         )
         expected, _ = training_of(model, *inputs)
     forbid_tracing(monkeypatch)

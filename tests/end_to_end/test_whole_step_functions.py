@@ -134,7 +134,6 @@ def compilation_of(model: nn.Module) -> Compilation:
 @pytest.mark.parametrize(("name", "how"), [("towers", "backward"), ("towers", "grad"), ("chain", "backward")])
 def test_losses_and_parameters_are_eagers(name: str, how: str, count: int) -> None:
     """After every step, whichever way gradients are asked for."""
-    torch.manual_seed(0)
     make, batch = MODELS[name]
     model = make()
     assert_same_steps(model, lambda model: MAKE_STEP[how](model, count), batch)
@@ -143,7 +142,6 @@ def test_losses_and_parameters_are_eagers(name: str, how: str, count: int) -> No
 
 def test_compiled_bodies_give_eagers_numbers() -> None:
     """What Inductor makes of forwards, backwards and updates."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     options = {"partition.min_segment_share": 0.2, "runtime.bodies": "native"}
     assert_same_steps(model, by_backward, two_tower_inputs()[:1], **options)
@@ -151,7 +149,6 @@ def test_compiled_bodies_give_eagers_numbers() -> None:
 
 def test_gradients_may_be_left_for_an_optimizer_and_add_up() -> None:
     """In `.grad`, where they are added to what is there."""
-    torch.manual_seed(0)
     model = TwoTowers(depth=1)
     expected = copy.deepcopy(model)
     run(torch.compile(leaving(model), **UNCOMPILED), two_tower_inputs(), steps=2)
@@ -162,7 +159,6 @@ def test_gradients_may_be_left_for_an_optimizer_and_add_up() -> None:
 
 def test_dropout_draws_as_eager_draws() -> None:
     """With the operators of eager PyTorch, one micro-batch after the other; the backward uses the forward's masks."""
-    torch.manual_seed(0)
     model = TwoTowers(depth=1, dropout=0.3)
     assert_same_steps(model, lambda model: by_backward(model, 2), two_tower_inputs())
 
@@ -202,7 +198,6 @@ def test_every_layer_has_a_backward_per_micro_batch(towers: Compilation) -> None
 
 def test_calls_on_lists_are_an_update_per_layer() -> None:
     """Each is made as soon as the gradients of its layer are final; the numbers are eager's."""
-    torch.manual_seed(0)
     model = TwoTowers(depth=2)
     assert_same_steps(model, by_lists, two_tower_inputs(), **{"partition.min_segment_share": 0.0})
     layers = {f"{tower}.layers.{layer}:update" for tower in ("image", "text") for layer in range(2)}
@@ -236,7 +231,6 @@ def test_backwards_of_two_towers_overlap_in_the_plan(towers: Compilation) -> Non
 
 def test_models_of_a_step_keep_their_names() -> None:
     """Where it calls several, layers of one are not taken for layers of another."""
-    torch.manual_seed(0)
     image, text = Tower(64, 1), Tower(64, 1)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -254,7 +248,6 @@ def test_models_of_a_step_keep_their_names() -> None:
 
 def test_without_the_flag_the_graph_breaks_and_the_report_names_it() -> None:
     """The step runs all the same: forward in segments, backward by autograd."""
-    torch.manual_seed(0)
     model = TwoTowers(depth=1)
     expected = copy.deepcopy(model)
     with torch._dynamo.config.patch(trace_autograd_ops=False):  # type: ignore[no-untyped-call]
@@ -266,7 +259,6 @@ def test_without_the_flag_the_graph_breaks_and_the_report_names_it() -> None:
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_gradients_run_in_eager(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Dynamo leaves them out of the graph, so a line says why, and the gradients are eager's."""
-    torch.manual_seed(0)
     model = nn.Linear(64, 64)
     expected = copy.deepcopy(model)
 
@@ -288,7 +280,6 @@ def test_hooks_on_gradients_run_in_eager(kind: str, caplog: pytest.LogCaptureFix
 
 def test_what_dynamo_cannot_trace_runs_in_pieces() -> None:
     """An optimizer's own step breaks the graph; the numbers are eager's."""
-    torch.manual_seed(0)
 
     def stepping(of: nn.Module) -> Step:
         optimizer = torch.optim.SGD(of.parameters(), lr=RATE)

@@ -191,12 +191,6 @@ class _Wiring:
             *(f"weight@{part}" for part in parts),
         ]
 
-    def _name_of_input(self, place: int, part: int) -> str:
-        """Return what an input of the forward of a micro-batch is called."""
-        if place in self._micro.state:
-            return f"state {place}"
-        return f"input {place}" if place in self._shared else f"input {place}@{part}"
-
     def add_micro_batches(self) -> None:
         """Add the forward and the backward of every micro-batch, and the sums of their gradients."""
         adders = [self._add_graph(segments.add_gradients(group)) for group in self._groups] if self._count > 1 else []
@@ -256,7 +250,10 @@ class _Wiring:
         micro = self._micro
         label = f"@{part}" if self._count > 1 else ""
         forward, backward = self.graphs[:2]
-        takes = [self._name_of_input(place, part) for place in range(micro.num_inputs)]
+        takes = [
+            f"state {place}" if place in micro.state else f"input {place}{'' if place in self._shared else f'@{part}'}"
+            for place in range(micro.num_inputs)
+        ]
         values = dict(zip(names_of(forward, forward.inputs), takes, strict=True))
         self.calls.append(_call(0, micro.forward, Phase.FORWARD, label, takes, values))
         self.returned += [values[_name(forward, forward.outputs[place])] for place in micro.returned]

@@ -45,18 +45,13 @@ class InputTracker:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
-        self._num_steps = self._latest_step = 0
+        self.num_steps = self._latest_step = 0
         self._differing: set[int] = set()
         """Places where micro-batches of one step were given different tensors."""
 
-    @property
-    def num_steps(self) -> int:
-        """Number of steps in which inputs were noted."""
-        return self._num_steps
-
     def note(self, step: int, tensors: Mapping[int, torch.Tensor]) -> None:
         """Note the inputs of one micro-batch of a step."""
-        self._num_steps += step != self._latest_step
+        self.num_steps += step != self._latest_step
         self._latest_step = step
         for place, tensor in tensors.items():
             storages = storages_of([tensor])

@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from apollo_compile.autotune.budget import CompileBudget
-from apollo_compile.autotune.candidates import CandidateError
+from apollo_compile.autotune.candidates import CandidateError, CompileBudget
 from apollo_compile.config import Config
 from apollo_compile.errors import RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
@@ -19,7 +18,7 @@ from apollo_compile.session.step.collectives import DataParallel, order_of_gradi
 from apollo_compile.session.step.graph import StepGraph, compose_micro_batches, step_name
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs, find_micro
 from apollo_compile.session.step.notes import LossGraph
-from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
+from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, load_step
 from apollo_compile.session.step.returned import KEEPS_TENSORS
 from apollo_compile.session.step.traced import TracedStep
 from apollo_compile.session.step.tuning import StepTuner
@@ -43,15 +42,9 @@ MAX_LINKS = 4
 
 
 class Linker:
-    """Makes programs of the steps of one model.
+    """Makes programs of the steps of one model; arguments are as for `compile_step`.
 
-    Arguments:
-        model: the module that is trained.
-        optimizer: steps inside of programs where it can.
-        clip_grad_norm: to which gradients are clipped; None does not clip.
-        keep_gradients: whether programs return gradients that the optimizer has used.
-        data_parallel: averages gradients over ranks; None for a model without a wrapper.
-        config: its options apply.
+    `data_parallel` averages gradients over ranks; it is None for a model without a wrapper.
     """
 
     def __init__(
@@ -155,24 +148,23 @@ class Linker:
             is_kept=lambda each: self._keep_gradients or optimizer is None or not optimizer.has(each),
         )
         step = compose(micro)
-        program = link_step(
-            micro,
-            step,
+        program = StepProgram(
+            variants=load_step(micro, step, target=target, config=self._config, ranks=graph.model.ranks),
+            micro=micro,
+            step=step,
             optimizer=optimizer,
-            clip_grad_norm=self._clip_grad_norm,
+            is_clipped=self._clip_grad_norm is not None,
             named_parameters=parameters,
-            target=target,
-            config=self._config,
-            ranks=graph.model.ranks,
         )
         is_compared = may_be_compared(self._config) and graph.model.ranks.is_alone
+        may_compile_whole = all(each.compile_whole is not None for each in graph.model.graphs)
         return StepTuner(
             program,
             graph.model.warm_start,
             budget=self._budget,
             is_compared=is_compared,
             traced=make_traced_step(program) if is_compared and not target.captures else None,
-            prepare_whole=partial(self._add_whole, program, graph, compose) if graph.may_compile_whole else None,
+            prepare_whole=partial(self._add_whole, program, graph, compose) if may_compile_whole else None,
             leave_loop=partial(setattr, graph.model.tuner, "is_paused", False),
         )
 
@@ -184,7 +176,11 @@ class Linker:
         """
         try:
             by_role = {each.compilation.capture.role: each for each in graph.model.graphs}
-            whole = program.micro.with_whole_graphs(by_role[Role.FORWARD].whole(), by_role[Role.BACKWARD].whole())
+            whole = replace(
+                program.micro,
+                forward=program.micro.forward.as_single_segment(by_role[Role.FORWARD].whole()),
+                backward=program.micro.backward.as_single_segment(by_role[Role.BACKWARD].whole()),
+            )
             in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
             loaded = load_step(whole, compose(whole), target=program.variants.target, config=in_turn)
         except CandidateError:

@@ -42,14 +42,7 @@ MAX_KINDS = 64
 
 
 class CompiledLoss:
-    """The compiled loss function, and its graphs.
-
-    Arguments:
-        model: the module that is trained.
-        loss_fn: computes the loss of a micro-batch.
-        options: of the backend.
-        why_in_pieces: why the loss function runs in pieces from the start; empty if it need not.
-    """
+    """The compiled loss function, and its graphs; `why_in_pieces` is why it runs in pieces from the start."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, options: Mapping[str, Any], why_in_pieces: str = ""
@@ -100,8 +93,13 @@ class CompiledLoss:
                 raise
         loss = self._in_pieces(part)  # an error of the loss function itself says nothing of the next batch
         self._graph_of.pop(self.key_of([part]), None)
-        if is_hit:
-            self._note_limit()
+        if is_hit:  # graphs that it has still run, and it is not asked for others again
+            if not self._is_full:
+                _logger.info(
+                    "%d graphs of the loss function are compiled, Dynamo's limit; other batches run in pieces",
+                    len(self.graphs),
+                )
+            self._is_full = True
         elif not self.why_not_one_graph:
             self.why_not_one_graph = f"the loss function is not one graph: {problem}{way_out(problem)}"
             _logger.info("%s: %s", STAYS, self.why_not_one_graph)
@@ -149,15 +147,6 @@ class CompiledLoss:
         if key in self._graph_of or self._is_full or self.why_not_one_graph:
             return key in self._graph_of
         return key in self._first_kinds.values() or self._num_seen.get(key, 0) >= FREQUENT
-
-    def _note_limit(self) -> None:
-        """Note that Dynamo compiles no more: graphs that it has still run, and it is not asked for others again."""
-        if not self._is_full:
-            _logger.info(
-                "%d graphs of the loss function are compiled, Dynamo's limit; other batches run in pieces",
-                len(self.graphs),
-            )
-        self._is_full = True
 
 
 def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:

@@ -93,14 +93,6 @@ class MicroBatchGraphs:
         """Where its tensors are."""
         return next(tensor.device for tensor in self.state.values())
 
-    def with_whole_graphs(self, forward: Run, backward: Run) -> MicroBatchGraphs:
-        """Return it with Inductor's code of both graphs, each as one segment."""
-        return replace(
-            self,
-            forward=self.forward.as_single_segment(forward),
-            backward=self.backward.as_single_segment(backward),
-        )
-
 
 def find_micro(
     model: CompiledModel,

@@ -73,11 +73,6 @@ class LossGraph:
         is_known = not self.model.target.captures or self.input_tracker.num_steps >= FEWEST_STEPS
         return is_known and self.model.state().stage is not Stage.MEASURING
 
-    @property
-    def may_compile_whole(self) -> bool:
-        """Whether Inductor may compile its forward and its backward whole."""
-        return all(graph.compile_whole is not None for graph in self.model.graphs)
-
     def unlink(self) -> None:
         """Forget its programs, whose parameters are not those of the model any more."""
         self.drop_programs()
@@ -132,10 +127,14 @@ class Notes:
             self.latest = graph
             outputs = graph.compiled(*inputs)
             if self._num_parts not in graph.outcomes:
-                owned = self._owned()
-                graph.input_tracker.note(self._step, _tensors_besides(inputs, owned))
-                if not graph.is_decided:
-                    graph.inputs = _without_batch(inputs, owned)
+                owned, tensors = self._owned(), {p: x for p, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+                besides = {place: tensor for place, tensor in tensors.items() if id(tensor) not in owned}
+                graph.input_tracker.note(self._step, besides)
+                if not graph.is_decided:  # tensors of the batch would be kept alive
+                    empty = {
+                        p: torch.empty(0, dtype=x.dtype, requires_grad=x.requires_grad) for p, x in besides.items()
+                    }
+                    graph.inputs = tuple(empty.get(place, value) for place, value in enumerate(inputs))
                     graph.dtypes = [output.dtype for output in outputs]
                     graph.loss = next((place for place, each in enumerate(outputs) if each.requires_grad), 0)
             return outputs
@@ -145,20 +144,3 @@ class Notes:
         outputs = tuple(torch.empty(0, dtype=dtype, device=device) for dtype in graph.dtypes)
         self._noted.append(Noted(graph, inputs, outputs))
         return outputs
-
-
-def _tensors_besides(inputs: Sequence[Any], owned: Collection[int]) -> dict[int, torch.Tensor]:
-    """Return tensors that the model does not own, by place."""
-    return {
-        place: value for place, value in enumerate(inputs) if isinstance(value, torch.Tensor) and id(value) not in owned
-    }
-
-
-def _without_batch(inputs: Sequence[Any], owned: Collection[int]) -> tuple[Any, ...]:
-    """Return inputs with empty tensors in the place of those of the batch, which would be kept alive."""
-    return tuple(
-        torch.empty(0, dtype=value.dtype, requires_grad=value.requires_grad)
-        if isinstance(value, torch.Tensor) and id(value) not in owned
-        else value
-        for value in inputs
-    )

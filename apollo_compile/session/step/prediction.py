@@ -67,7 +67,7 @@ def predict_step(
     if len(forward.contract.user_outputs) != dry_run.num_returned:
         raise UnsupportedGraphError(KEEPS_TENSORS)
     inputs = dry_run.inputs[name]
-    owned = {id(each) for each in inputs if dry_run.owns(each)}
+    owned = set(map(id, dry_run.state))
     dtypes = [torch.float32] * len(forward.contract.user_outputs)  # which no plan depends on
     micro = join_graphs(name, forward, backward, inputs, owned, dtypes=dtypes)
     steps_inside = optimizer is not None and StepInParts.problem_of(optimizer) is None

@@ -31,26 +31,25 @@ class StepProgram:
     variants: Variants
     """What it can run: its plan, and its segments in turn."""
     micro: MicroBatchGraphs
-    num_micro_batches: int
-    shared: Sequence[int]
-    """Inputs of the forward besides the state of the model that all micro-batches share, by place."""
-    own: Sequence[int]
-    """Inputs of the forward that each micro-batch has for itself, by place."""
+    step: StepGraph
+    """What was composed of them."""
     optimizer: StepInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
-    kept: Sequence[torch.Tensor]
-    """Parameters whose gradients it returns, in their order among the outputs."""
-    released: Set[int]
-    """Ids of the parameters whose gradients the optimizer releases."""
     is_clipped: bool
     """Whether gradients are clipped inside."""
-    is_averaged: bool
-    """Whether gradients are averaged over ranks inside."""
     named_parameters: Mapping[str, torch.Tensor]
     """All of the model."""
-    others: Sequence[torch.Tensor]
+    kept: Sequence[torch.Tensor] = field(init=False)
+    """Parameters whose gradients it returns, in their order among the outputs."""
+    _released: Set[int] = field(init=False)
+    """Ids of the parameters whose gradients the optimizer releases."""
+    _shared: Sequence[int] = field(init=False)
+    """Inputs of the forward besides the state of the model that all micro-batches share, by place."""
+    _own: Sequence[int] = field(init=False)
+    """Inputs of the forward that each micro-batch has for itself, by place."""
+    _others: Sequence[torch.Tensor] = field(init=False)
     """Where gradients are clipped, parameters that the program makes no gradients for: any of theirs would count."""
-    written: WrittenMemory
+    _written: WrittenMemory = field(init=False)
     """Memory of the parameters that the optimizer steps inside the program."""
     _weights: Sequence[float] = ()
     _tangents: Sequence[torch.Tensor] = ()
@@ -58,14 +57,21 @@ class StepProgram:
     _copied: dict[Variant, Collection[int]] = field(default_factory=dict)
     """By variant that has run, places of gradients that are copied; it is the same ones in every run."""
 
+    def __post_init__(self) -> None:
+        """Find what every step asks for."""
+        micro, kept, shared = self.micro, self.step.kept, self.step.shared_inputs.shared
+        self.kept = [micro.parameters[place] for place in kept]
+        self._released = {id(parameter) for place, parameter in micro.parameters.items() if place not in kept}
+        self._shared, self._own = sorted(shared), sorted({*range(micro.num_inputs)} - {*micro.state, *shared})
+        trained = set(map(id, micro.parameters.values()))
+        self._others = [p for p in self.named_parameters.values() if self.is_clipped and id(p) not in trained]
+        stepped = [place for place, at in enumerate(micro.state) if at in micro.parameters]
+        self._written = WrittenMemory(stepped if self.optimizer is not None else [])
+
     @property
     def name(self) -> str:
         """Return the name of the step."""
         return self.variants.compilation.capture.name
-
-    @property
-    def _num_returned(self) -> int:
-        return self.num_micro_batches * len(self.micro.returned)
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -82,18 +88,18 @@ class StepProgram:
             self.optimizer.refresh()
             if (reason := self.optimizer.reason_against()) is not None:
                 return reason
-            if not self.released <= self.optimizer.members:
+            if not self._released <= self.optimizer.members:
                 return "the optimizer does not step some parameters any more"
-        if any(other.grad is not None for other in self.others):
+        if any(other.grad is not None for other in self._others):
             return "gradients are clipped, and a parameter that gets none in this step has one"
         if have_gradient_hooks(self.parameters):
             return "a gradient has hooks"
-        are_all_needed = self.is_clipped or self.is_averaged
+        are_all_needed = self.is_clipped or self.step.averages is not None
         for parameter in self.parameters:
             if parameter.grad is not None:
                 if are_all_needed or (self.optimizer is not None and self.optimizer.has(parameter)):
                     return "gradients are there already that clipping, other ranks or the optimizer have to know of"
-                if self.num_micro_batches > 1 and torch.are_deterministic_algorithms_enabled():
+                if self.step.num_micro_batches > 1 and torch.are_deterministic_algorithms_enabled():
                     return "gradients are there already, and sums keep their order with deterministic algorithms"
         return None
 
@@ -109,19 +115,19 @@ class StepProgram:
 
         A plan orders uses of a value, and knows values by their names, not by their memory.
         """
-        return SHARED_MEMORY if self.written.is_shared(*self._sort(inputs)) else None
+        return SHARED_MEMORY if self._written.is_shared(*self._sort(inputs)) else None
 
     def _sort(self, inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what all micro-batches share, and what each has for itself."""
-        shared = [inputs[0][place] for place in (*self.micro.state, *self.shared)]
-        return shared, [each[place] for each in inputs for place in self.own]
+        shared = [inputs[0][place] for place in (*self.micro.state, *self._shared)]
+        return shared, [each[place] for each in inputs for place in self._own]
 
     def find_differing(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[int]:
         """Return places of inputs that should be the same for all micro-batches, and are not."""
         first, *others = inputs
         return [
             place
-            for place in self.shared
+            for place in self._shared
             if any(
                 each[place] is not first[place] and each[place].data_ptr() != first[place].data_ptr() for each in others
             )
@@ -150,13 +156,14 @@ class StepProgram:
         given = [*shared, *own, *self._tangents]
         variant = self.variants.current
         taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
+        num_returned = self.step.num_micro_batches * len(self.micro.returned)
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self._run_variant(given)
-            made = [gradient for gradient in outputs[self._num_returned :] if gradient is not None]
+            made = [gradient for gradient in outputs[num_returned:] if gradient is not None]
             if variant not in self._copied:
                 self._copied[variant] = find_shared(made, self.kept, taken)
-            return outputs[: self._num_returned], own_gradients(made, self.kept, self._copied[variant])
+            return outputs[:num_returned], own_gradients(made, self.kept, self._copied[variant])
 
     def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the current variant; an error says which parameters had been updated."""
@@ -245,34 +252,3 @@ def own_gradients(
     for place in shared:
         owned[place] = torch.empty_like(parameters[place]).copy_(gradients[place])
     return owned
-
-
-def link_step(
-    micro: MicroBatchGraphs,
-    step: StepGraph,
-    *,
-    optimizer: StepInParts | None,
-    clip_grad_norm: float | None,
-    named_parameters: Mapping[str, torch.Tensor],
-    target: Target,
-    config: Config,
-    ranks: Ranks | None = None,
-) -> StepProgram:
-    """Return the program of a step that was composed of the graphs of one micro-batch; see `load_step`."""
-    trained = {id(parameter) for parameter in micro.parameters.values()}
-    stepped = [place for place, at in enumerate(micro.state) if optimizer is not None and at in micro.parameters]
-    return StepProgram(
-        variants=load_step(micro, step, target=target, config=config, ranks=ranks),
-        micro=micro,
-        num_micro_batches=step.num_micro_batches,
-        shared=sorted(step.shared_inputs.shared),
-        own=sorted({*range(micro.num_inputs)} - {*micro.state, *step.shared_inputs.shared}),
-        optimizer=optimizer,
-        kept=[micro.parameters[place] for place in step.kept],
-        released={id(p) for place, p in micro.parameters.items() if place not in step.kept},
-        is_clipped=clip_grad_norm is not None,
-        is_averaged=step.averages is not None,
-        written=WrittenMemory(stepped),
-        named_parameters=named_parameters,
-        others=[] if clip_grad_norm is None else [p for p in named_parameters.values() if id(p) not in trained],
-    )

@@ -81,11 +81,6 @@ class Outputs:
         return first if all(each == first for each in values) else list(values)
 
 
-def detach(returned: Any) -> Any:
-    """Return what a loss function returned, with tensors without a graph."""
-    return map_tensors(torch.Tensor.detach, returned)
-
-
 def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Return the sum of values, each times its weight, from the first to the last."""
     total = values[0] * weights[0]

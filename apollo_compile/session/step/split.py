@@ -59,16 +59,11 @@ def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
 
 def kind_of(parts: Sequence[Any]) -> Hashable | None:
     """Return what micro-batches have in common that decides how they are compiled; None if they are not alike."""
-    kinds = {_kind_of_one(part) for part in parts}
-    return next(iter(kinds)) if len(kinds) == 1 else None
-
-
-def _kind_of_one(part: Any) -> Hashable:
-    leaves, structure, _ = flatten(part)
-    return structure, tuple(
-        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
-        for leaf in leaves
-    )
+    kinds: set[Hashable] = set()
+    for leaves, structure, _ in map(flatten, parts):
+        facts = ((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else type(x) for x in leaves)
+        kinds.add((structure, tuple(facts)))
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _refuse_lists(value: Any, size: int, count: int) -> None:

@@ -19,9 +19,10 @@ from apollo_compile.progress import Progress
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
-from apollo_compile.session.step.returned import detach, find_loss, loss_in
+from apollo_compile.session.step.returned import find_loss, loss_in
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
+from apollo_compile.torch_bridge.trees import map_tensors
 
 _logger = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ _TOLERANCE = 0.01
 _NEGLIGIBLE = 1e-5
 """Share of the norm of all gradients below which one does not matter."""
 
-_TINY = 1e-30
-
 
 class TracedStep:
     """Forward and backward of all micro-batches as one graph for Inductor.
@@ -44,7 +43,7 @@ class TracedStep:
     generator. They must have drawn the same numbers and made the same gradients.
 
     Arguments:
-        program: of the same step; of those that `reason_against_traced` has nothing against.
+        program: of the same step, which `reason_against_traced` has nothing against.
         call: the loss function of a micro-batch, not compiled.
         compiled: the same, compiled.
         settings: of Inductor, by their names in `torch._inductor.config`.
@@ -136,7 +135,7 @@ def add_gradients(call: Callable[[Any], Any], parts: Sequence[Any], weights: Seq
     for part, weight in zip(parts, weights, strict=True):
         returned = call(part)
         (loss_in(returned) * weight).backward()  # type: ignore[no-untyped-call]
-        outputs.append(detach(returned))
+        outputs.append(map_tensors(torch.Tensor.detach, returned))
     return outputs
 
 
@@ -149,7 +148,7 @@ def compile_ns(program: StepProgram) -> int:
     """Return approximately how long Inductor compiles forward and backward of all micro-batches as one graph."""
     codes = (program.micro.forward, program.micro.backward)
     num_nodes = sum(len(code.compilation.capture.nodes) for code in codes)
-    return program.num_micro_batches * COMPILE_NS_PER_OPERATOR * num_nodes
+    return program.step.num_micro_batches * COMPILE_NS_PER_OPERATOR * num_nodes
 
 
 def reason_against_traced(program: StepProgram) -> str | None:
@@ -191,7 +190,7 @@ def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
     norms = [_norm_of(each) for each in expected]
     if not all(map(math.isfinite, norms)):
         return False
-    least = max(_NEGLIGIBLE * math.hypot(*norms), _TINY)
+    least = max(_NEGLIGIBLE * math.hypot(*norms), 1e-30)
     for ours, theirs, norm in zip(found, expected, norms, strict=True):
         difference = _norm_of(ours - theirs) / (norm + least)
         allowed = max(_TOLERANCE, 16 * torch.finfo(theirs.dtype).eps)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-from apollo_compile.autotune.budget import CompileBudget
-from apollo_compile.autotune.candidates import Candidate, CandidateError
+from apollo_compile.autotune.candidates import Candidate, CandidateError, CompileBudget
 from apollo_compile.autotune.comparison import MIN_ROUNDS, typical_steps
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
