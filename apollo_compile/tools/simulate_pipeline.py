@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from apollo_compile.distributed.pipeline.case import fill_case, read_case
-from apollo_compile.distributed.pipeline.memory import peak_live
 from apollo_compile.distributed.pipeline.text import format_steps
 from apollo_compile.distributed.pipeline.values import PipelineSteps
 from apollo_compile.errors import PipelinePlanError
@@ -41,7 +40,7 @@ def simulate_file(path: Path) -> Simulation:
         name: {
             "step_ns": plan.step_ns,
             "hidden_share": plan.hidden_share,
-            "live": peak_live(plan),
+            "live": plan.peak_live(),
             "replica_of": plan.replica_of,
             "pauses": [pause._asdict() for pause in plan.pauses],
         }
