@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Literal
 
 from ortools.sat.python import cp_model
@@ -46,11 +45,6 @@ class SolverOutcome:
     """Lower bound that CP-SAT claims."""
     reached_time_limit: bool
     """Whether the time limit ended the search, so that another run may find another schedule."""
-
-
-def solver_version() -> str:
-    """Return the name and version of the solver."""
-    return f"OR-tools CP-SAT {version('ortools')}"
 
 
 def solve_with_cp_sat(

@@ -30,6 +30,7 @@ The planner does not know segments and buffers; `passes/plan.py` translates them
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -212,3 +213,7 @@ class Schedule:
     modes: tuple[int, ...]
     starts: tuple[int, ...]
     makespan: int
+
+
+MAKESPAN = operator.attrgetter("makespan")
+"""Key by which the shorter of schedules is found."""

@@ -33,13 +33,14 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal
 
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner.annealing import anneal
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.problem import MAKESPAN, Problem, Schedule
 from apollo_compile.planner.simulate import Execution, execute, serial_schedule
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class _Search:
         """Run all stages after the serial schedule."""
         problem = self.problem
         starts = self.offer("greedy", greedy_schedules(problem))
-        starts = sorted(starts, key=_makespan)[:MAX_STARTS]
+        starts = sorted(starts, key=MAKESPAN)[:MAX_STARTS]
         best = starts[0] if starts else None
         solver_first = self.effort.use_solver and len(problem.tasks) <= MAX_TASKS_SOLVED_FIRST
         if solver_first and self._is_worthwhile(best):
@@ -174,7 +175,7 @@ class _Search:
     def offer(self, name: str, schedules: Iterable[Schedule]) -> list[Schedule]:
         """Make the best schedule of a stage per set of lanes in use a candidate; return all of these that are valid."""
         best: dict[tuple[int, ...], Schedule] = {}
-        for schedule in sorted(schedules, key=_makespan):
+        for schedule in sorted(schedules, key=MAKESPAN):
             lanes = tuple(sorted({self.problem.mode(schedule, task).lane for task in range(len(schedule.modes))}))
             if lanes not in best and self.problem.is_valid(schedule):
                 best[lanes] = schedule
@@ -243,7 +244,7 @@ class _Search:
             start = best if walk % 2 or walk + 1 == num_walks else starts[walk // 2 % len(starts)]
             seed = 1000 * self.effort.seed + walk
             annealed = anneal(problem, start, seed=seed, iterations=round(moves / num_walks), deadline=self.deadline)
-            best = min(best, annealed.schedule, key=_makespan)
+            best = min(best, annealed.schedule, key=MAKESPAN)
             if annealed.reached_deadline:
                 self.stopped_early = True
                 break
@@ -253,7 +254,7 @@ class _Search:
         """Return the solver's schedule, if there is a valid one, and whether the solver reports it as optimal."""
         from apollo_compile.planner import cp_sat
 
-        self.solver = cp_sat.solver_version()
+        self.solver = f"OR-tools CP-SAT {version('ortools')}"
         outcome = cp_sat.solve_with_cp_sat(
             self.problem,
             hint=best,
@@ -279,7 +280,3 @@ class _Search:
 def _suits_solver(problem: Problem) -> bool:
     """Return whether CP-SAT can be expected to improve a schedule: without lanes, or for few tasks."""
     return not problem.atom_sizes or len(problem.tasks) <= MAX_SOLVER_TASKS
-
-
-def _makespan(schedule: Schedule) -> int:
-    return schedule.makespan

@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
@@ -152,40 +148,6 @@ def test_the_solution_of_a_real_model_is_near_the_bound(name: str) -> None:
     solution = solve(problem, Effort(work_s=2.0, time_limit_s=60.0))
     check(problem, solution)
     assert solution.schedule.makespan <= 1.06 * solution.bound
-
-
-SCRIPT = """
-import json, random
-from apollo_compile.planner.solve import Effort, solve
-from tests.builders import interfering, limited, random_problem, realistic_problems
-found = []
-for problem in (
-    random_problem(random.Random(5), 12, 4),
-    interfering(random_problem(random.Random(6), 25, 4)),
-    limited(random.Random(7), random_problem(random.Random(7), 10, 2)),
-    realistic_problems()["imagebind 6 split"],
-):
-    solution = solve(problem, Effort(seed=3, work_s=0.4, time_limit_s=60.0))
-    found.append([solution.schedule.modes, solution.schedule.starts, solution.bound, repr(solution.candidates)])
-    assert not solution.stopped_early
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.soak
-def test_two_processes_find_the_same_plans() -> None:
-    """With different hash seeds."""
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for hash_seed in ("1", "2")
-    ]
-    assert json.loads(runs[0].stdout) == json.loads(runs[1].stdout)
 
 
 def test_two_runs_find_the_same_solution() -> None:
