@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from apollo_compile.distributed.measured_plan import MeasuredPlan
-from apollo_compile.distributed.pipeline.case import PipelineCase, make_schedule
 from apollo_compile.distributed.pipeline.durations import (
     GUESS_NS,
     Durations,
@@ -34,6 +33,7 @@ from apollo_compile.distributed.pipeline.durations import (
     StepPrediction,
     plan_step,
 )
+from apollo_compile.distributed.pipeline.schedules import make_schedule
 from apollo_compile.distributed.pipeline.values import Encoder, Kind, Op, StageTimes, one_replica_per_rank
 from apollo_compile.errors import PipelinePlanError
 from apollo_compile.torch_bridge.pipelining import Facts, FilledRuntime, Item, Operation, facts_of
@@ -415,16 +415,7 @@ def fill_bubbles(
     for encoder in all_encoders:
         _require_runnable(encoder)
     durations, wanted = _guess_missing(times, all_encoders, facts.num_ranks * facts.stages_per_rank)
-    plain = make_schedule(
-        PipelineCase(
-            schedule=facts.name,
-            num_ranks=facts.num_ranks,
-            stages_per_rank=facts.stages_per_rank,
-            num_microbatches=facts.num_microbatches,
-            times=durations.times,
-            encoders=(),
-        )
-    )
+    plain = make_schedule(facts.name, facts.num_ranks, facts.stages_per_rank, facts.num_microbatches, durations.times)
     planned = tuple(
         _as_planned(encoder, forward_ns, backward_ns, facts.num_ranks)
         for encoder, forward_ns, backward_ns in zip(

@@ -20,7 +20,8 @@ for one value at a time, that of the latest call that made it or wrote to it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from apollo_compile.ir import BodyId, Buffer, BufferId, Phase, Role, Segment, SegmentGraph, SegmentId
@@ -80,7 +81,8 @@ class _Linker:
     def __init__(self, graphs: Sequence[SegmentGraph], ordered: Mapping[int, Collection[SegmentId]]) -> None:
         self._graphs = graphs
         self._ordered = ordered
-        self._first_body = _offsets(1 + max((s.body for s in graph.segments), default=-1) for graph in graphs)
+        num_bodies = (1 + max((s.body for s in graph.segments), default=-1) for graph in graphs)
+        self._first_body = list(itertools.accumulate(num_bodies, initial=0))
         self._segments: list[Segment] = []
         self._buffers: list[Buffer] = []
         self._readers: list[list[SegmentId]] = []
@@ -221,14 +223,6 @@ class _Linker:
         if name not in self._buffer_of:
             raise ValueError(f"{who} {name!r}, which is neither an input of the step nor made by an earlier call")
         return self._buffer_of[name]
-
-
-def _offsets(counts: Iterable[int]) -> list[int]:
-    found, total = [], 0
-    for count in counts:
-        found.append(total)
-        total += count
-    return found
 
 
 def _check_arity(call: Call, graph: SegmentGraph) -> None:

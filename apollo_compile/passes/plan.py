@@ -8,8 +8,8 @@ count from the start of its producer to the end of its last reader, or to the en
 workspace of a mode counts while it runs. The planner returns a schedule and its predicted execution with interference;
 this file turns both into a plan.
 
-Few lanes make the search short, so it uses only the lanes that split the device in two. It uses all lanes if more than
-two segments could run at once and a list schedule on all lanes beats the lower bound on those few.
+Few lanes make the search short, so it uses only the lanes that split the device in two, unless a list schedule on all
+lanes beats the lower bound on those few.
 
 The serial plan, everything on lane 0 in graph order, is an ordinary candidate: it is kept unless the planner's schedule
 is shorter by `min_gain`, because running segments concurrently has risks that the model does not see. A pinned plan
@@ -23,9 +23,8 @@ Leaves wrong predictions to autotuning (`session/autotune.py`), waits to stage 4
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -153,11 +152,9 @@ def plan_in_order(chosen: Sequence[LaneId], lanes: tuple[Lane, ...]) -> Plan:
 
 def estimate_makespan(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> int:
     """Return the makespan in ns of the best list schedule, an estimate without a search."""
-    return _best_list_schedule(graph, costs, lanes).execution.makespan
-
-
-_MIN_CONCURRENT_SHARE = 0.05
-"""Share of the critical path's duration for which segments must run at once to count as concurrent."""
+    few = useful_lanes(lanes, 2)
+    problems = (to_problem(graph, costs, each) for each in dict.fromkeys((few, lanes)))
+    return min(execute(problem, each).makespan for problem in problems for each in greedy_schedules(problem))
 
 
 def lanes_for(
@@ -165,64 +162,12 @@ def lanes_for(
 ) -> tuple[Lane, ...]:
     """Return the lanes to search a plan on, lane 0 first; see the top of this file."""
     few = useful_lanes(lanes, 2)
-    if few == lanes or _max_concurrency(graph, costs) <= 2:
+    if few == lanes:
         return few
     problem = to_problem(graph, costs, lanes, memory_quota=memory_quota)
-    listed = _list_schedules(problem)
+    listed = (each for each in greedy_schedules(problem) if not any(problem.resource_violations(each)))
     bound = bound_apart(to_problem(graph, costs, few, memory_quota=memory_quota))
-    return lanes if min((each.makespan for _, each in listed), default=bound) < bound else few
-
-
-def _max_concurrency(graph: SegmentGraph, costs: CostTable) -> int:
-    """Return how many segments run at once where each starts as soon as possible on a device of its own."""
-    ends = [0] * len(graph.segments)
-    changes: list[tuple[int, int]] = []
-    for segment in graph.segments:
-        start = max((ends[other] for other in graph.predecessors(segment.id)), default=0)
-        ends[segment.id] = start + costs.modes[segment.id][-1].duration_ns
-        changes += [(start, 1), (ends[segment.id], -1)]
-    changes.sort()
-    time_by_count: dict[int, int] = {}
-    running = 0
-    for (now, change), (later, _) in itertools.pairwise(changes):
-        running += change
-        time_by_count[running] = time_by_count.get(running, 0) + later - now
-    left = _MIN_CONCURRENT_SHARE * max(ends, default=0)
-    for count in sorted(time_by_count, reverse=True):
-        left -= time_by_count[count]
-        if left <= 0:
-            return count
-    return 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Listed:
-    """A list schedule, with its problem and lanes."""
-
-    lanes: tuple[Lane, ...]
-    problem: planning.Problem
-    schedule: planning.Schedule
-    execution: Execution
-
-
-def _best_list_schedule(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> _Listed:
-    """Return the best list schedule, on the lanes that split the device in two or, where useful, on all lanes."""
-    few = useful_lanes(lanes, 2)
-    found = []
-    for each in (few,) if few == lanes or _max_concurrency(graph, costs) <= 2 else (few, lanes):
-        problem = to_problem(graph, costs, each)
-        schedule, execution = min(_list_schedules(problem), key=lambda pair: pair[1].makespan)
-        found.append(_Listed(lanes=each, problem=problem, schedule=schedule, execution=execution))
-    return min(found, key=lambda listed: listed.execution.makespan)
-
-
-def _list_schedules(problem: planning.Problem) -> list[tuple[planning.Schedule, Execution]]:
-    """Return the list schedules that keep the resource limits, with their executions."""
-    return [
-        (each, execute(problem, each))
-        for each in greedy_schedules(problem)
-        if not any(problem.resource_violations(each))
-    ]
+    return lanes if min((execute(problem, each).makespan for each in listed), default=bound) < bound else few
 
 
 def to_problem(

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apollo_compile.planner.greedy import splits
-from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.problem import MAKESPAN, Problem, Schedule
 from apollo_compile.planner.simulate import Partial, Simulator
 
 HOTTEST = 0.3
@@ -72,7 +72,7 @@ def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, dea
     rng = random.Random(seed)
     walk = _Walk(problem, start)
     moves = _Moves(problem, walk.simulator, rng)
-    best = min(start, walk.schedule, key=_makespan)
+    best = min(start, walk.schedule, key=MAKESPAN)
     first = min(HOTTEST, HEAT / len(problem.tasks) ** 2)
     last = min(COLDEST, first / COOLING)
     for step in range(iterations):
@@ -82,12 +82,8 @@ def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, dea
         limit = walk.schedule.makespan - temperature * math.log(1 - rng.random())
         change = moves.draw(walk)
         if change is not None and walk.accept(change, limit):
-            best = min(best, walk.schedule, key=_makespan)
+            best = min(best, walk.schedule, key=MAKESPAN)
     return Annealed(schedule=best, reached_deadline=False)
-
-
-def _makespan(schedule: Schedule) -> int:
-    return schedule.makespan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,10 +123,13 @@ class _Walk:
     def accept(self, change: _Change, limit: float) -> bool:
         """Make a change and return True, unless the makespan exceeds the limit or the schedule exceeds a resource."""
         partial = self._replay(change, limit)
-        if partial is None or not self.simulator.keeps_limits(partial.starts, change.modes):
+        if partial is None:
+            return False
+        schedule = Schedule(modes=tuple(change.modes), starts=tuple(partial.starts), makespan=max(partial.ends))
+        if any(self.simulator.problem.resource_violations(schedule)):
             return False
         self._adopt(change, partial)
-        self.schedule = Schedule(modes=tuple(change.modes), starts=tuple(partial.starts), makespan=max(partial.ends))
+        self.schedule = schedule
         return True
 
     def after_predecessors(self, task: int) -> int:

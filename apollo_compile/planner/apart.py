@@ -335,16 +335,19 @@ def serve(fd: int) -> None:
             channel.settimeout(IDLE_S)
             length = int.from_bytes(_read(channel, _LENGTH_BYTES, None), "little")
             request = pickle.loads(_read(channel, length, None))
-            reply = _place if "fleet" in request else _answer
-            answer = {**reply(**request), "warnings": warnings.lines[:]}
+            answer = {**_answer(request), "warnings": warnings.lines[:]}
             warnings.lines.clear()
             _send(channel, json.dumps(answer).encode())
 
 
-def _answer(problem: Problem, effort: Effort | None) -> dict[str, Any]:
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request of `solve_apart`, `bound_apart` or `place_apart`."""
     missing = _import_error_of_solver()
     note = {"without_solver": missing} if missing else {}
     try:
+        if "fleet" in request:
+            return {"placed": to_json(place(**request, use_solver=not missing)), **note}
+        problem, effort = request["problem"], request["effort"]
         if effort is None:
             return {"bound": lower_bound(problem, use_program=not missing), **note}
         if missing:
@@ -353,17 +356,6 @@ def _answer(problem: Problem, effort: Effort | None) -> dict[str, Any]:
     except InfeasiblePlanError as error:
         return {"infeasible": str(error), **note}
     except Exception as error:  # the parent logs it and plans without this process
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _place(fleet: Fleet, starts: Sequence[Sequence[Choice]], seconds: float) -> dict[str, Any]:
-    missing = _import_error_of_solver()
-    note = {"without_solver": missing} if missing else {}
-    try:
-        return {"placed": to_json(place(fleet, starts, seconds=seconds, use_solver=not missing)), **note}
-    except InfeasiblePlanError as error:
-        return {"infeasible": str(error), **note}
-    except Exception as error:  # the parent logs it and searches without this process
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -19,38 +19,32 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.planner.model import Model, TaskMode, build_model
+from apollo_compile.planner.model import Model, build_model
 from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.simulate import Simulator
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["optimal", "feasible", "unknown", "infeasible", "invalid"]
+Status = Literal["optimal", "feasible", "unknown", "infeasible"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolverOutcome:
-    """Status and schedule of a search; the schedule is valid."""
+    """Status and schedule of a search."""
 
     status: Status
-    """ "optimal": CP-SAT claims it. "invalid": its schedule violates a constraint and was dropped."""
+    """Claim of CP-SAT."""
     schedule: Schedule | None
     bound: int
-    """Lower bound that CP-SAT claims; at least the `lower_bound` that it was given."""
+    """Lower bound that CP-SAT claims."""
     reached_time_limit: bool
     """Whether the time limit ended the search, so that another run may find another schedule."""
-
-
-def solver_version() -> str:
-    """Return the name and version of the solver."""
-    return f"OR-tools CP-SAT {version('ortools')}"
 
 
 def solve_with_cp_sat(
@@ -62,7 +56,7 @@ def solve_with_cp_sat(
     deterministic_time: float,
     time_limit_s: float,
 ) -> SolverOutcome:
-    """Search for the shortest schedule; the result is not longer than the hint.
+    """Search for the shortest schedule; the result is valid and not longer than the hint.
 
     Arguments:
         problem: the problem to solve.
@@ -73,16 +67,9 @@ def solve_with_cp_sat(
         time_limit_s: wall-clock limit, as a safety net.
 
     Raises:
-        InvariantError: the hint is not valid or shorter than the lower bound, or the model is malformed.
+        InvariantError: CP-SAT rejects the model.
     """
     deadline = time.monotonic() + time_limit_s
-    if hint is not None:
-        _check_start(problem, hint, lower_bound)
-        if hint.makespan == lower_bound:
-            return SolverOutcome(status="optimal", schedule=hint, bound=lower_bound, reached_time_limit=False)
-    if not problem.tasks:
-        nothing = Schedule(modes=(), starts=(), makespan=0)
-        return SolverOutcome(status="optimal", schedule=nothing, bound=0, reached_time_limit=False)
     kept = [problem.fitting_modes(task) for task in range(len(problem.tasks))]
     longest = hint.makespan if hint is not None else _longest(problem, kept) if all(kept) else -1
     if lower_bound > longest:
@@ -93,41 +80,28 @@ def solve_with_cp_sat(
     left_s = deadline - time.monotonic()
     if left_s <= 0:  # CP-SAT rejects a model with a negative limit
         return SolverOutcome(status="unknown", schedule=None, bound=lower_bound, reached_time_limit=True)
-    answer = search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=left_s)
-    return _judge(problem, answer, model.is_exact, lower_bound)
+    outcome = search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=left_s)
+    return _judge(problem, replace(outcome, bound=max(lower_bound, outcome.bound)), model.is_exact, lower_bound)
 
 
-def _check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
-    """Raise `InvariantError` if a schedule is not valid, or shorter than the bound."""
-    violations = problem.violations(start)
-    if violations:
-        raise InvariantError(f"the hint for CP-SAT is not a valid schedule: {violations[0]}")
-    if start.makespan < lower_bound:
-        raise InvariantError(f"the hint has makespan {start.makespan}, below the lower bound {lower_bound}")
-
-
-def _judge(problem: Problem, answer: Answer, is_exact: bool, lower_bound: int) -> SolverOutcome:
-    """Return the outcome for the problem, after checking the schedule of the answer."""
-    status: Status = answer.status
-    bound, schedule = max(lower_bound, answer.bound), answer.schedule
+def _judge(problem: Problem, outcome: SolverOutcome, is_exact: bool, lower_bound: int) -> SolverOutcome:
+    """Return the outcome with a schedule and claims that hold for the problem."""
+    schedule = outcome.schedule
     if schedule is not None:
         violations = problem.violations(schedule)
         if violations:
             logger.warning("CP-SAT's schedule is dropped: it violates a constraint: %s", violations[0])
-            return SolverOutcome(
-                status="invalid", schedule=None, bound=lower_bound, reached_time_limit=answer.reached_time_limit
-            )
+            return replace(outcome, status="unknown", schedule=None, bound=lower_bound)
         order = sorted(range(len(schedule.starts)), key=schedule.starts.__getitem__)
         replayed = Simulator(problem).replay(order, schedule.modes)
         if not any(problem.resource_violations(replayed)):
             schedule = replayed
-    if not is_exact:  # claims about the model do not hold for the problem
-        bound = lower_bound
-        status = "feasible" if status == "optimal" else "unknown" if status == "infeasible" else status
-    if schedule is not None and schedule.makespan < bound:
-        logger.warning("CP-SAT's lower bound %d is dropped: a schedule of %d exists", bound, schedule.makespan)
-        status, bound = "feasible", lower_bound
-    return SolverOutcome(status=status, schedule=schedule, bound=bound, reached_time_limit=answer.reached_time_limit)
+    is_refuted = schedule is not None and schedule.makespan < outcome.bound
+    if is_refuted:
+        logger.warning("CP-SAT's lower bound %d is dropped: a shorter schedule exists", outcome.bound)
+    if is_exact and not is_refuted:
+        return replace(outcome, schedule=schedule)
+    return replace(outcome, status="unknown" if schedule is None else "feasible", schedule=schedule, bound=lower_bound)
 
 
 def _longest(problem: Problem, kept: Sequence[Sequence[int]]) -> int:
@@ -157,17 +131,7 @@ def _add_hint(model: Model, schedule: Schedule) -> None:
     cp.add_hint(model.makespan, max(ends))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """CP-SAT's answer for a model."""
-
-    status: Literal["optimal", "feasible", "unknown", "infeasible"]
-    schedule: Schedule | None
-    bound: int
-    reached_time_limit: bool
-
-
-def search(model: Model, *, seed: int, deterministic_time: float, time_limit_s: float) -> Answer:
+def search(model: Model, *, seed: int, deterministic_time: float, time_limit_s: float) -> SolverOutcome:
     """Run CP-SAT on a model.
 
     Raises:
@@ -187,12 +151,15 @@ def search(model: Model, *, seed: int, deterministic_time: float, time_limit_s: 
     schedule = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         schedule = Schedule(
-            modes=tuple(_chosen(solver, task_modes) for task_modes in model.task_modes),
+            modes=tuple(
+                next(task_mode.index for task_mode in task_modes if solver.boolean_value(task_mode.on))
+                for task_modes in model.task_modes
+            ),
             starts=tuple(solver.value(start) for start in model.starts),
             makespan=max((solver.value(end) for end in model.ends), default=0),
         )
     bound = solver.best_objective_bound
-    return Answer(
+    return SolverOutcome(
         status=_STATUSES[status],
         schedule=schedule,
         bound=round(bound) if math.isfinite(bound) else 0,
@@ -200,13 +167,9 @@ def search(model: Model, *, seed: int, deterministic_time: float, time_limit_s: 
     )
 
 
-_STATUSES: dict[cp_model.CpSolverStatus, Literal["optimal", "feasible", "unknown", "infeasible"]] = {
+_STATUSES: dict[cp_model.CpSolverStatus, Status] = {
     cp_model.OPTIMAL: "optimal",
     cp_model.FEASIBLE: "feasible",
     cp_model.UNKNOWN: "unknown",
     cp_model.INFEASIBLE: "infeasible",
 }
-
-
-def _chosen(solver: cp_model.CpSolver, task_modes: Sequence[TaskMode]) -> int:
-    return next(task_mode.index for task_mode in task_modes if solver.boolean_value(task_mode.on))

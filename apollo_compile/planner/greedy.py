@@ -7,8 +7,8 @@ A list scheduler appends one ready task at a time. Each `_Rule` of the portfolio
     next task        the one that can start first, or the one of highest priority; priority = longest chain after it,
                      with durations on lane 0, of the slowest mode, or of the mode with the least units x time
     lane of a task   least  end + greed * (units x time) / all units:  greed 0 is earliest finish, a large one favours
-                     efficiency; with chain_alone, the only ready task instead goes to the lane on which the whole chain
-                     after it would end first, so that one hand-over is weighed against its gain for the chain
+                     efficiency; the only ready task instead goes to the lane on which the whole chain after it would
+                     end first, so that one hand-over is weighed against its gain for the chain
 Hand-overs are part of every start, so a task stays on the lane of a predecessor where that ends earlier, and in ties.
 On a lane, a task runs in its fastest mode there. Fewer rules run for more tasks, so the total time is bounded.
 
@@ -35,15 +35,12 @@ MAX_PLACEMENTS = 8_000
 """Limit of rules x tasks, which bounds the time."""
 
 _CHOICES = (
-    (True, 1e6, True),
-    (True, 4.0, True),
-    (False, 2.0, True),
-    (True, 1.0, True),
-    (True, 1e6, False),
-    (True, 0.0, False),
-    (False, 0.0, False),
+    (True, 1e6),
+    (True, 4.0),
+    (False, 2.0),
+    (True, 1.0),
 )
-"""by_time, greed and chain_alone of the portfolio's rules, ordered by how often each was best."""
+"""by_time and greed of the portfolio's rules, ordered by how often each was best."""
 
 
 def greedy_schedules(problem: Problem) -> tuple[Schedule, ...]:
@@ -74,8 +71,6 @@ class _Rule:
     """Whether the task that can start first goes first, regardless of priority."""
     greed: float
     """Weight of units x time against the end."""
-    chain_alone: bool
-    """Whether a task that is the only ready one gets the lane that is best for the chain after it, ignoring greed."""
 
 
 def _portfolio(problem: Problem, simulator: Simulator) -> Iterator[_Rule]:
@@ -92,12 +87,12 @@ def _portfolio(problem: Problem, simulator: Simulator) -> Iterator[_Rule]:
         priorities.setdefault(tuple(tail + duration for tail, duration in zip(tails, durations, strict=True)))
     free = _lanes_without_atoms(problem)
     for split in splits(problem):
-        yield _Rule(lanes=(*split, *free), priority=next(iter(priorities)), by_time=True, greed=0.0, chain_alone=False)
+        yield _Rule(lanes=(*split, *free), priority=next(iter(priorities)), by_time=True, greed=0.0)
     families = lane_families(problem)
-    for by_time, greed, chain_alone in _CHOICES:
+    for by_time, greed in _CHOICES:
         for priority in priorities:
             for lanes in families:
-                yield _Rule(lanes=lanes, priority=priority, by_time=by_time, greed=greed, chain_alone=chain_alone)
+                yield _Rule(lanes=lanes, priority=priority, by_time=by_time, greed=greed)
 
 
 def lane_families(problem: Problem) -> list[tuple[int, ...]]:
@@ -186,8 +181,7 @@ class _ListSchedule:
         """Append all tasks, and return the schedule."""
         limit = MAX_READY if self.rule.by_time else 1
         while self.ready:
-            alone = self.rule.chain_alone and len(self.ready) == 1
-            options = [self.best_option(task, alone) for _, task in self.ready[:limit]]
+            options = [self.best_option(task, len(self.ready) == 1) for _, task in self.ready[:limit]]
             self.place(*min(options, key=_start))
         return self.simulator.replay(self.order, self.modes)
 

@@ -6,7 +6,7 @@
 Replay. Tasks are appended one after the other, each as early as its predecessors, its atoms and the hand-overs allow.
 The result is semi-active: no task can start earlier without changing the order on an atom. Some order and choice of
 modes replays to an optimal schedule of a problem without renewable resources, so it is enough to search over orders and
-modes. Renewable resources are ignored: `Problem.violations` or `Simulator.keeps_limits` checks them.
+modes. Renewable resources are ignored: `Problem.resource_violations` checks them.
 Source: Sprecher, Kolisch, Drexl, "Semi-active, active, and non-delay schedules", EJOR 80, 1995,
 https://doi.org/10.1016/0377-2217(93)E0294-8
 
@@ -77,20 +77,12 @@ class Simulator:
         """Least time from the end of a task to the end of the schedule."""
         self.handover = problem.handover
         self.num_atoms = len(problem.atom_sizes)
-        self.is_limited = bool(problem.capacities)
 
     def replay(self, order: Sequence[int], modes: Sequence[int]) -> Schedule:
         """Return the semi-active schedule; `order` is topological."""
         partial = self.begin()
         self.extend(partial, order, modes, math.inf)
         return Schedule(modes=tuple(modes), starts=tuple(partial.starts), makespan=max(partial.ends, default=0))
-
-    def keeps_limits(self, starts: Sequence[int], modes: Sequence[int]) -> bool:
-        """Return whether a schedule stays within the capacities of the renewable resources."""
-        if not self.is_limited:
-            return True
-        schedule = Schedule(modes=tuple(modes), starts=tuple(starts), makespan=0)
-        return not any(self.problem.resource_violations(schedule))
 
     def begin(self) -> Partial:
         """Return an empty schedule."""

@@ -17,9 +17,7 @@ optimum; it mostly does so in a tenth of the time of annealing.
 The bound is our own (`bounds.py`). `Solution.proof` distinguishes two claims: "bound", the makespan equals the bound;
 "solver", CP-SAT reports an optimum. Both are about the schedule without interference.
 
-Solver outcomes: optimal, feasible -> a candidate; unknown -> no change; infeasible -> a warning if a valid schedule is
-known, since the solver is then wrong, `InfeasiblePlanError` otherwise; invalid -> a warning, since its schedule
-violates a constraint.
+If the solver claims infeasibility although a valid schedule is known, it is wrong, and a warning says so.
 
 Effort is fixed: budgets are numbers of moves and the solver's deterministic time. They fit within the time limit on a
 machine a quarter as fast as the one they were measured on, if the bound is computed quickly, as it is for up to 300
@@ -35,13 +33,14 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal
 
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner.annealing import anneal
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.problem import MAKESPAN, Problem, Schedule
 from apollo_compile.planner.simulate import Execution, execute, serial_schedule
 
 logger = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ def solve(problem: Problem, effort: Effort) -> Solution:
         InfeasiblePlanError: no schedule that keeps all limits exists, or none was found.
     """
     search = _Search(problem, effort)
-    search.offer("serial", [serial_schedule(problem)], is_required=False)
+    search.offer("serial", [serial_schedule(problem)])
     search.run()
     return search.solution()
 
@@ -156,8 +155,8 @@ class _Search:
     def run(self) -> None:
         """Run all stages after the serial schedule."""
         problem = self.problem
-        starts = self.offer("greedy", greedy_schedules(problem), is_required=False)
-        starts = sorted(starts, key=_makespan)[:MAX_STARTS]
+        starts = self.offer("greedy", greedy_schedules(problem))
+        starts = sorted(starts, key=MAKESPAN)[:MAX_STARTS]
         best = starts[0] if starts else None
         solver_first = self.effort.use_solver and len(problem.tasks) <= MAX_TASKS_SOLVED_FIRST
         if solver_first and self._is_worthwhile(best):
@@ -173,18 +172,12 @@ class _Search:
         if is_left and self._is_worthwhile(best):
             self._solve(best)
 
-    def offer(self, name: str, schedules: Iterable[Schedule], *, is_required: bool = True) -> list[Schedule]:
-        """Make the best schedule per set of lanes in use a candidate; return all of these that are valid.
-
-        Arguments:
-            name: name of the stage.
-            schedules: schedules that the stage found.
-            is_required: whether an invalid schedule is a defect of the stage, which is logged.
-        """
+    def offer(self, name: str, schedules: Iterable[Schedule]) -> list[Schedule]:
+        """Make the best schedule of a stage per set of lanes in use a candidate; return all of these that are valid."""
         best: dict[tuple[int, ...], Schedule] = {}
-        for schedule in sorted(schedules, key=_makespan):
+        for schedule in sorted(schedules, key=MAKESPAN):
             lanes = tuple(sorted({self.problem.mode(schedule, task).lane for task in range(len(schedule.modes))}))
-            if lanes not in best and self._is_valid(name, schedule, is_required):
+            if lanes not in best and self.problem.is_valid(schedule):
                 best[lanes] = schedule
         for lanes, schedule in best.items():
             self._add(name if len(best) == 1 else f"{name} on lanes {' '.join(map(str, lanes))}", schedule)
@@ -193,7 +186,10 @@ class _Search:
     def solution(self) -> Solution:
         """Return the best candidate; the first one wins ties."""
         if not self.found:
-            raise _infeasible(self.problem, self.effort, self.solver)
+            raise InfeasiblePlanError(
+                f"no schedule of {len(self.problem.tasks)} tasks that keeps the capacities {self.problem.capacities} "
+                f"found within {self.effort.time_limit_s} s; raise them, or the time limit if they suffice"
+            )
         chosen = min(range(len(self.found)), key=lambda index: self.found[index].execution.makespan)
         found = self.found[chosen]
         makespan = found.schedule.makespan
@@ -212,12 +208,6 @@ class _Search:
             seed=self.effort.seed,
             solver=self.solver,
         )
-
-    def _is_valid(self, name: str, schedule: Schedule, is_required: bool) -> bool:
-        violations = self.problem.violations(schedule)
-        if violations and is_required:
-            logger.warning("the schedule of stage '%s' is dropped: it violates a constraint: %s", name, violations[0])
-        return not violations
 
     def _add(self, name: str, schedule: Schedule, *, is_from_solver: bool = False) -> None:
         """Add a valid schedule as candidate."""
@@ -254,7 +244,7 @@ class _Search:
             start = best if walk % 2 or walk + 1 == num_walks else starts[walk // 2 % len(starts)]
             seed = 1000 * self.effort.seed + walk
             annealed = anneal(problem, start, seed=seed, iterations=round(moves / num_walks), deadline=self.deadline)
-            best = min(best, annealed.schedule, key=_makespan)
+            best = min(best, annealed.schedule, key=MAKESPAN)
             if annealed.reached_deadline:
                 self.stopped_early = True
                 break
@@ -264,7 +254,7 @@ class _Search:
         """Return the solver's schedule, if there is a valid one, and whether the solver reports it as optimal."""
         from apollo_compile.planner import cp_sat
 
-        self.solver = cp_sat.solver_version()
+        self.solver = f"OR-tools CP-SAT {version('ortools')}"
         outcome = cp_sat.solve_with_cp_sat(
             self.problem,
             hint=best,
@@ -275,53 +265,18 @@ class _Search:
         )
         # near the limit, the solver's own clock cannot tell which of its two limits ended the search
         self.stopped_early |= outcome.reached_time_limit or not self._has_time()
-        match outcome.status:
-            case "optimal" | "feasible":
-                schedule = outcome.schedule
-                assert schedule is not None  # these two have one
-                self._add("solver", schedule, is_from_solver=True)
-                if best is not None and schedule.makespan > best.makespan:
-                    logger.warning(
-                        "%s returned a longer schedule (%d) than its hint (%d); the hint is kept",
-                        self.solver,
-                        schedule.makespan,
-                        best.makespan,
-                    )
-                    return schedule, False
-                if outcome.status == "optimal":
-                    self.solver_optimum = schedule.makespan
-                return schedule, outcome.status == "optimal"
-            case "infeasible" if best is not None:
+        schedule = outcome.schedule
+        if schedule is None:
+            if outcome.status == "infeasible" and best is not None:
                 logger.warning("%s claims infeasibility, but a valid schedule is known; it is kept", self.solver)
-            case "infeasible" | "unknown" | "invalid":
-                logger.debug("%s: %s", self.solver, outcome.status)
-        return None, False
+            return None, False
+        self._add("solver", schedule, is_from_solver=True)
+        is_sure = outcome.status == "optimal" and (best is None or schedule.makespan <= best.makespan)
+        if is_sure:
+            self.solver_optimum = schedule.makespan
+        return schedule, is_sure
 
 
 def _suits_solver(problem: Problem) -> bool:
     """Return whether CP-SAT can be expected to improve a schedule: without lanes, or for few tasks."""
     return not problem.atom_sizes or len(problem.tasks) <= MAX_SOLVER_TASKS
-
-
-def _makespan(schedule: Schedule) -> int:
-    return schedule.makespan
-
-
-def _infeasible(problem: Problem, effort: Effort, solver: str | None) -> InfeasiblePlanError:
-    """Return the error that names every limit and the task that needs most of it."""
-    needs = []
-    for resource, capacity in enumerate(problem.capacities):
-        least = [
-            problem.held(number, resource) + min(mode.demand(resource) for mode in task.modes)
-            for number, task in enumerate(problem.tasks)
-        ]
-        largest = max(range(len(least)), key=least.__getitem__)
-        needs.append(
-            f"renewable resource {resource} has {capacity}, task {largest} alone needs {least[largest]}, "
-            f"the serial schedule {problem.peak(serial_schedule(problem), resource)}"
-        )
-    return InfeasiblePlanError(
-        f"no schedule of {len(problem.tasks)} tasks found within {effort.time_limit_s} s "
-        f"by {solver or 'list schedules'}: {'; '.join(needs)}; "
-        "raise these limits, or the time limit if they suffice"
-    )

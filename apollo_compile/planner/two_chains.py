@@ -105,7 +105,8 @@ class _Search:
         if after[chain] == len(ended.modes):
             position = after[1 - chain] + (running is not None)
             rest = other.end_alone(now if running is None else running[2], position)
-            self._offer(max(now + ended.tail, rest))
+            makespan = max(now + ended.tail, rest)
+            self.best = makespan if self.best is None else min(self.best, makespan)
         elif running is not None:
             self._run(after, running[0], running[1], now, running[2])
         else:
@@ -113,9 +114,6 @@ class _Search:
 
     def _run(self, place: _Place, chain: int, lane: int, now: int, end: int) -> None:
         self.busy.setdefault(place, defaultdict(list))[chain, lane].append((now, end))
-
-    def _offer(self, makespan: int) -> None:
-        self.best = makespan if self.best is None else min(self.best, makespan)
 
 
 def shortest_makespan(one: Chain, other: Chain, lanes: Sequence[frozenset[int]]) -> int | None:

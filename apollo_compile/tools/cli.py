@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 from apollo_compile import __version__
 from apollo_compile.config import load_config
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.errors import ApolloError, CallError, ConfigError, PipelinePlanError
-from apollo_compile.json_form import parse, to_json
+from apollo_compile.errors import ApolloError, CallError, ConfigError
+from apollo_compile.json_form import to_json
 from apollo_compile.tools.arguments import positive, split_target
 from apollo_compile.tools.cluster import ACTIONS
 from apollo_compile.units import format_ns, seconds_to_ns
@@ -472,16 +472,11 @@ def _sides(path: Path) -> tuple[Side, ...]:
 
 
 def _simulate_pipeline(args: argparse.Namespace) -> int:
-    from apollo_compile.distributed.pipeline.case import fill_case, read_case
-    from apollo_compile.distributed.pipeline.memory import peak_live
     from apollo_compile.distributed.pipeline.picture import render_html, render_trace
     from apollo_compile.distributed.pipeline.text import format_steps
+    from apollo_compile.tools.simulate_pipeline import read_steps
 
-    try:
-        case = read_case(parse(args.file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise PipelinePlanError(f"{args.file} does not describe a pipeline: {error}") from error
-    steps = fill_case(case, args.file.stem)
+    steps = read_steps(args.file)
     if args.html is not None:
         args.html.write_text(render_html(steps), encoding="utf-8")
     if args.trace is not None:
@@ -490,7 +485,7 @@ def _simulate_pipeline(args: argparse.Namespace) -> int:
         name: {
             "step_ns": plan.step_ns,
             "hidden_share": plan.hidden_share,
-            "live": peak_live(plan),
+            "live": plan.peak_live(),
             "replica_of": plan.replica_of,
             "pauses": [pause._asdict() for pause in plan.pauses],
         }

@@ -81,7 +81,7 @@ def test_an_infeasible_problem_is_the_same_error() -> None:
     """It is an answer, not a failure."""
     tasks = tuple(Task(modes=(Mode(duration=3, demands=(task,)),), predecessors=()) for task in (1, 4, 2))
     problem = Problem(tasks=tasks, capacities=(5,), holds=(Hold(resource=0, amount=3, task=1, readers=()),))
-    with pytest.raises(InfeasiblePlanError, match="resource 0 has 5, task 1 alone needs 7"):
+    with pytest.raises(InfeasiblePlanError, match=r"keeps the capacities \(5,\)"):
         apart.solve_apart(problem, QUICK)
     assert apart._num_failures == 0
 

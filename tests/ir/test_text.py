@@ -16,8 +16,6 @@ from apollo_compile.target.lanes import lane_catalogue, useful_lanes
 from tests.builders import costs, graph, plan, random_costs, random_graph, random_lanes
 from tests.ir.check.test_graph import capture, partition
 
-Expect = Callable[[str, str], None]
-
 NAMES = ("embed", "vision.layers.0", "vision.layers.1", "text.layers.0", "text.layers.1", "head")
 GRAPH = graph((), (0,), (1,), (0,), (3,), (2, 4), names=NAMES, bodies=(0, 1, 1, 2, 2, 3), after={5: [1]})
 LANES = useful_lanes(lane_catalogue(4), 2)
@@ -35,43 +33,20 @@ SYNCS = eliminate_syncs(GRAPH, PLAN)
 MEMORY = plan_memory(GRAPH, PLAN, SYNCS)
 
 
-def test_a_capture_lists_its_nodes(expect: Expect) -> None:
-    """With what every node reads and comes after."""
-    expect("capture", text.format_capture(capture()))
+FORMS: dict[str, Callable[[], str]] = {
+    "capture": lambda: text.format_capture(capture()),
+    "partition": lambda: text.format_partition(partition()),
+    "costs": lambda: text.format_costs(COSTS, GRAPH),
+    "plan": lambda: text.format_plan(PLAN, GRAPH),
+    "syncs": lambda: text.format_syncs(SYNCS, GRAPH, PLAN),
+    "memory": lambda: text.format_memory(MEMORY, GRAPH),
+    "program": lambda: text.format_program(emit_program(GRAPH, PLAN, SYNCS, MEMORY), GRAPH),
+    "trace": lambda: text.format_trace(slower_trace(), GRAPH, PLAN),
+}
 
 
-def test_a_partition_lists_segments_bodies_and_buffers(expect: Expect) -> None:
-    """With graph inputs and outputs."""
-    expect("partition", text.format_partition(partition()))
-
-
-def test_costs_are_a_column_per_unit_count(expect: Expect) -> None:
-    """Measured ones would have a star."""
-    expect("costs", text.format_costs(COSTS, GRAPH))
-
-
-def test_a_plan_has_a_timeline_and_a_table(expect: Expect) -> None:
-    """The mark of the timeline is the first column of the table."""
-    expect("plan", text.format_plan(PLAN, GRAPH))
-
-
-def test_syncs_list_waits_and_what_was_dropped(expect: Expect) -> None:
-    """In start order of the consumer."""
-    expect("syncs", text.format_syncs(SYNCS, GRAPH, PLAN))
-
-
-def test_memory_says_when_every_buffer_is_released(expect: Expect) -> None:
-    """And the peaks."""
-    expect("memory", text.format_memory(MEMORY, GRAPH))
-
-
-def test_a_program_reads_like_code(expect: Expect) -> None:
-    """One block per lane."""
-    expect("program", text.format_program(emit_program(GRAPH, PLAN, SYNCS, MEMORY), GRAPH))
-
-
-def test_a_trace_shows_measured_beside_planned(expect: Expect) -> None:
-    """Here every segment took a tenth longer."""
+def slower_trace() -> Trace:
+    """Return a run in which every segment took a tenth longer than planned."""
     spans = tuple(
         Span(
             segment=SegmentId(a.segment),
@@ -82,7 +57,13 @@ def test_a_trace_shows_measured_beside_planned(expect: Expect) -> None:
         )
         for a in PLAN.in_start_order()
     )
-    expect("trace", text.format_trace(Trace(spans=spans, duration_ns=spans[-1].end_ns + 500), GRAPH, PLAN))
+    return Trace(spans=spans, duration_ns=spans[-1].end_ns + 500)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_product_reads_as_it_did(name: str, expect: Callable[[str, str], None]) -> None:
+    """Tables, timelines of lanes, and programs like code."""
+    expect(name, FORMS[name]())
 
 
 @pytest.mark.parametrize("seed", range(20))

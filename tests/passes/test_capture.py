@@ -311,26 +311,6 @@ def test_random_draws_stay_in_order_among_themselves() -> None:
     assert after(made, dropout) == {"rand_default"}
 
 
-@pytest.mark.parametrize("in_kwargs", (False, True))
-def test_attention_draws_only_with_dropout(in_kwargs: bool) -> None:
-    """Its tag says that it may."""
-    hand = Hand()
-    q = hand.input("q", 1, 2, 4, 8)
-    target = aten._scaled_dot_product_flash_attention_for_cpu.default
-    rand = hand.call(aten.rand.default, [4], device=torch.device("cpu"))
-
-    def attend(dropout: float) -> fx.Node:
-        args, kwargs = ((), {"dropout_p": dropout}) if in_kwargs else ((dropout,), {})
-        return hand.call(target, q, q, q, *args, **kwargs)
-
-    default, without, dropping = hand.call(target, q, q, q), attend(0.0), attend(0.5)
-    last = hand.call(aten.rand.default, [4], device=torch.device("cpu"))
-    made = hand.capture(rand, last)
-    assert after(made, default) == after(made, without) == set()
-    assert after(made, dropping) == {str(rand)}
-    assert after(made, last) == {str(dropping)}
-
-
 def test_a_mutation_comes_after_earlier_readers_and_before_later_ones() -> None:
     """Through views, too; readers of other storages and views themselves are free."""
     hand = Hand()

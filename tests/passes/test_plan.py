@@ -79,28 +79,6 @@ def test_as_many_branches_run_abreast_as_there_are_lanes_for(num_branches: int, 
     assert plan.makespan_ns < in_two.makespan_ns and in_two.num_abreast == 2
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_more_lanes_never_make_a_plan_longer(seed: int) -> None:
-    """Towers of random layers: on all lanes of the catalogue, plans are as short as with splits in two, or shorter."""
-    rng = random.Random(seed)
-    towers = [[rng.randrange(20, 200) for _ in range(rng.randrange(1, 5))] for _ in range(rng.randrange(2, 6))]
-    made, table, lanes = chains(*towers, units=rng.choice((4, 16)), efficiency=rng.uniform(0.2, 1.0), handover_ns=3)
-    plans = [make_plan(made, table, lanes=useful_lanes(lanes, abreast), **LITTLE) for abreast in (2, 4)]
-    for plan in plans:
-        check_plan(plan, made, table)
-    assert plans[1].makespan_ns <= plans[0].makespan_ns
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_plan_of_three_branches_is_optimal(seed: int) -> None:
-    """Exhaustive search finds nothing shorter on the lanes that were planned on."""
-    rng = random.Random(seed)
-    made, table, lanes = chains(*([rng.randrange(100, 200)] for _ in range(3)), units=16, efficiency=0.3)
-    plan = make_plan(made, table, lanes=lanes, min_gain=0.0, **LITTLE)
-    check_plan(plan, made, table)
-    assert plan.makespan_ns == find_optimum(to_problem(made, table, lanes_for(made, table, lanes)))
-
-
 @pytest.mark.parametrize(
     ("towers", "efficiency", "num_lanes"),
     [

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.errors import InvariantError
 from apollo_compile.planner.cp_sat import SolverOutcome
 from apollo_compile.planner.problem import Mode, Problem, Task
 from apollo_compile.planner.simulate import serial_schedule
@@ -59,15 +58,6 @@ def test_the_solver_finds_the_optimum_across_hand_overs(seed: int) -> None:
     optimum = find_optimum(problem)
     for solver_seed in range(3):
         check(problem, ask_solver(problem, seed=solver_seed), optimum)
-
-
-def test_a_start_that_is_not_valid_or_beats_the_bound_is_refused() -> None:
-    """Both are errors of the caller."""
-    problem = random_problem(random.Random(0), 4)
-    serial = serial_schedule(problem)
-    for start, bound in ((replace(serial, makespan=serial.makespan + 1), 0), (serial, serial.makespan + 1)):
-        with pytest.raises(InvariantError):
-            ask_solver(problem, hint=start, lower_bound=bound)
 
 
 @pytest.mark.parametrize("time_limit_s", [0.0, -0.1])

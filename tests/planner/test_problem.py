@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.errors import InvariantError
 from apollo_compile.planner.problem import Hold, Interference, Mode, Problem, Schedule, Task
 
 
@@ -80,44 +79,6 @@ def test_what_a_task_holds_stays_until_its_last_reader_has_ended(last_start: int
     schedule = Schedule(modes=(0, 0, 0), starts=(0, 6, last_start), makespan=max(10, last_start + 1))
     assert problem.peak(schedule, 0) == max(4, peak)
     assert problem.is_valid(schedule) == (peak <= 5)
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        Task(modes=(Mode(lane=1, duration=1),), predecessors=()),
-        Task(modes=(), predecessors=()),
-        Task(modes=(Mode(lane=0, duration=0),), predecessors=()),
-        Task(modes=(Mode(lane=0, duration=1), Mode(lane=2, duration=2)), predecessors=()),
-        Task(modes=(Mode(lane=0, duration=1, demands=(1,)),), predecessors=()),
-        Task(modes=(Mode(lane=0, duration=1, memory_share=1.5),), predecessors=()),
-        Task(modes=(Mode(lane=0, duration=1),), predecessors=(0,)),
-    ],
-)
-def test_a_malformed_task_is_refused(task: Task) -> None:
-    """Reference modes are on lane 0, durations positive, predecessors earlier, resources and lanes known."""
-    with pytest.raises(InvariantError, match="task 0"):
-        Problem(tasks=(task,), lanes=(frozenset({0}), frozenset({0})), atom_sizes=(1,))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"lanes": (frozenset({0}),)},
-        {"lanes": (frozenset({0, 1}), frozenset())},
-        {"lanes": (frozenset({0, 1}), frozenset({2}))},
-        {"atom_sizes": (1, 0)},
-        {"handover": -1},
-        {"capacities": (-1,)},
-        {"holds": (Hold(resource=0, amount=1, task=0, readers=()),)},
-        {"capacities": (5,), "holds": (Hold(resource=0, amount=1, task=0, readers=(0,)),)},
-        {"interference": Interference(slowdown=((1.0, 1.0), (0.9, 1.0)))},
-    ],
-)
-def test_a_malformed_problem_is_refused(change: dict[str, object]) -> None:
-    """Lanes fit the atoms, amounts are not negative, holds have later readers, neighbours do not help."""
-    with pytest.raises(InvariantError, match="planning problem"):
-        replace(two_lanes((), ()), **change)  # type: ignore[arg-type]
 
 
 def test_slowdown_is_bilinear_in_the_memory_shares() -> None:

@@ -6,8 +6,7 @@ shares.py     the assignment of samples to ranks and micro-batches of a step
 sampler.py    BalancedBatchSampler, for data sets whose sizes are known
 stream.py     BalancedStreamSampler, for streams
 ranks.py      exchange of costs, and of tokens of a step, between ranks
-balance.py    Balance: the loads of ranks over steps
-picture.py    a Balance as a page and as a trace
+balance.py    Balance: the loads of ranks over steps, as text and page
 
 All but `sampler.py`, `stream.py` and `ranks.py` are torch-free.
 """

@@ -1,22 +1,30 @@
-"""The loads of ranks over steps, before and after balancing.
+"""The loads of ranks over steps, before and after balancing, as text and as a page.
 
     Balance(phases, before_ns, after_ns)
-    print(balance);  balance.save_html(path);  balance.save_trace(path)
+    print(balance);  balance.save_html(path)
 
-Torch-free.
+The page shows rounds one after the other: in a phase every rank computes, then waits for the slowest rank. Colours are
+phases, and empty space is waiting; the scale is the same before and after. Torch-free.
 """
 
 from __future__ import annotations
 
-import json
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
+import jinja2
 import numpy as np
 
 from apollo_compile.distributed.loader.assign import Integers
-from apollo_compile.distributed.loader.picture import render_html, render_trace
+from apollo_compile.reports.colors import COLORS
 from apollo_compile.units import format_ns
+
+SHOWN_ROUNDS, SHOWN_RANKS = 8, 16
+"""Numbers of rounds and ranks with a timeline on the page."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,21 +58,57 @@ class Balance:
 
     def to_html(self) -> str:
         """Return a self-contained HTML page: it needs no network and no other file."""
-        return render_html(self)
+        kinds = {"in turn": self.before_ns, "balanced": self.after_ns}
+        ends = {name: int(step_ns(loads[:SHOWN_ROUNDS]).sum()) for name, loads in kinds.items()}
+        return _template().render(
+            balance=self,
+            css=resources.files("apollo_compile.reports").joinpath("page.css").read_text(encoding="utf-8"),
+            colors=COLORS,
+            kinds=list(kinds),
+            ratios={name: [self.ratio(each[None]) for each in loads] for name, loads in kinds.items()},
+            slices={name: list(_lay_out(loads[:SHOWN_ROUNDS, :SHOWN_RANKS])) for name, loads in kinds.items()},
+            scale=max(1, *ends.values()),
+            ends=ends,
+            rounds=min(SHOWN_ROUNDS, len(self.after_ns)),
+            ranks=min(SHOWN_RANKS, self.after_ns.shape[1]),
+        )
 
     def save_html(self, path: str | Path) -> None:
         """Write `to_html` to a file."""
         Path(path).write_text(self.to_html(), encoding="utf-8")
 
-    def to_trace(self) -> str:
-        """Return the rounds before and after in the trace-event format, which Perfetto and chrome://tracing open."""
-        return json.dumps(render_trace(self))
-
-    def save_trace(self, path: str | Path) -> None:
-        """Write `to_trace` to a file."""
-        Path(path).write_text(self.to_trace(), encoding="utf-8")
-
 
 def step_ns(loads_ns: Integers) -> Integers:
     """Return the (rounds,) nanoseconds of rounds: the sum over phases of the slowest rank."""
     return np.asarray(loads_ns.max(axis=1).sum(axis=1))
+
+
+class _Slice(NamedTuple):
+    """Interval in which a rank computes."""
+
+    round: int
+    rank: int
+    phase: int
+    start_ns: int
+    end_ns: int
+
+
+def _lay_out(loads_ns: Integers) -> Iterator[_Slice]:
+    """Yield the slices of all ranks, from (rounds, ranks, phases) nanoseconds of work."""
+    begin = 0
+    for number, by_rank in enumerate(loads_ns):
+        for phase, loads in enumerate(by_rank.T.tolist()):
+            for rank, load in enumerate(loads):
+                if load:
+                    yield _Slice(number, rank, phase, begin, begin + load)
+            begin += max(loads)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters.update(ns=format_ns)
+    text = resources.files("apollo_compile.distributed.loader").joinpath("page.html").read_text(encoding="utf-8")
+    return environment.from_string(text)

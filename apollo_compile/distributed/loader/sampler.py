@@ -159,7 +159,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         layout, order = self.layout, self._order()
         before: list[Integers] = []
         after: list[Integers] = []
-        for group in range(layout.num_groups):
+        for group in range(layout.num_ranks // layout.group_size):
             loads: tuple[list[Integers], list[Integers]] = [], []
             for samples in samples_of_steps(order, layout, 0, min(steps, self.num_steps), group):
                 costs = self._costs_ns[samples]

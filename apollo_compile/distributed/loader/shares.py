@@ -55,11 +55,6 @@ class Layout:
         """Number of micro-batches of a step, over the ranks of a group."""
         return self.micro_batches * self.group_size
 
-    @property
-    def num_groups(self) -> int:
-        """Number of groups of ranks."""
-        return self.num_ranks // self.group_size
-
 
 def samples_of_steps(order: Integers, layout: Layout, first: int, last: int, group: int) -> Iterator[Integers]:
     """Yield the samples of one group in steps `first` to `last` - 1, as (steps, samples) arrays.

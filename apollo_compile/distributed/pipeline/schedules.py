@@ -1,6 +1,7 @@
 """Orders in which the ranks of a pipeline compute their stages.
 
     gpipe, one_forward_one_backward, interleaved (number of ranks, of micro-batches, ...) -> Schedule
+    make_schedule(name, ..., times) -> the one of a name, for stages with these durations
 
 The orders are those of torch.distributed.pipelining (`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`), which
 runs the plans. Sources: GPipe (arXiv 1811.06965); 1F1B (PipeDream-Flush, arXiv 2006.09503); interleaved 1F1B
@@ -10,9 +11,35 @@ runs the plans. Sources: GPipe (arXiv 1811.06965); 1F1B (PipeDream-Flush, arXiv 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from apollo_compile.distributed.pipeline.values import Kind, Op, Schedule
+from apollo_compile.distributed.pipeline.values import Kind, Op, Schedule, StageTimes
 from apollo_compile.errors import PipelinePlanError
+
+ScheduleName = Literal["1f1b", "gpipe", "interleaved 1f1b"]
+
+
+def make_schedule(
+    name: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int, times: StageTimes
+) -> Schedule:
+    """Return the schedule of a name.
+
+    Raises:
+        PipelinePlanError: there is no such schedule, or the durations do not match its stages.
+    """
+    if name == "interleaved 1f1b":
+        schedule = interleaved(num_ranks, stages_per_rank, num_microbatches)
+    elif stages_per_rank != 1:
+        raise PipelinePlanError(f"{name} has one stage per rank, got {stages_per_rank}; use 'interleaved 1f1b'")
+    else:
+        schedule = (gpipe if name == "gpipe" else one_forward_one_backward)(num_ranks, num_microbatches)
+    for field, durations in (("forward_ns", times.forward_ns), ("backward_ns", times.backward_ns)):
+        if len(durations) != schedule.num_stages:
+            raise PipelinePlanError(
+                f"times.{field} has {len(durations)} durations, but there are {schedule.num_stages} stages "
+                f"({num_ranks} ranks of {stages_per_rank}); give one per stage"
+            )
+    return schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:

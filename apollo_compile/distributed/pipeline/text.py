@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from apollo_compile.distributed.pipeline.durations import StepPrediction
-from apollo_compile.distributed.pipeline.memory import peak_live
 from apollo_compile.distributed.pipeline.values import FilledPlan, PipelineSteps
 from apollo_compile.units import format_ns
 
@@ -48,7 +47,7 @@ def format_steps(steps: PipelineSteps) -> str:
 def _format_live(plan: FilledPlan) -> str:
     """Return the most live micro-batches of a replica, by encoder."""
     return ", ".join(
-        f"{encoder.name} {max(live)}" for encoder, live in zip(plan.encoders, peak_live(plan), strict=True)
+        f"{encoder.name} {max(live)}" for encoder, live in zip(plan.encoders, plan.peak_live(), strict=True)
     )
 
 

@@ -8,6 +8,7 @@ to rank d % num_ranks. Times are nanoseconds from the start of the step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -164,6 +165,24 @@ class FilledPlan:
         if not self.work_ns:
             return 1.0
         return 1 - (self.step_ns - self.plain_ns) * self.num_devices / self.work_ns
+
+    def peak_live(self) -> tuple[tuple[int, ...], ...]:
+        """Return, by encoder and replica, the peak of live micro-batches, counted as for `Encoder.max_live`."""
+        found = []
+        for index, encoder in enumerate(self.encoders):
+            changes: list[list[tuple[int, int]]] = [[] for _ in encoder.replicas]
+            for microbatch, replica in enumerate(self.replica_of[index]):
+                bars = [bar for bar in self.bars if bar.op.microbatch == microbatch]
+                own = [bar for bar in bars if bar.op.is_encoder and bar.op.encoder == index]
+                end_ns = max(bar.end_ns for bar in own)
+                if encoder.is_frozen:
+                    read = Op(Kind.FORWARD, microbatch, encoder.feeds)
+                    end_ns = next(bar.start_ns for bar in bars if bar.op == read)
+                changes[replica] += [(min(bar.start_ns for bar in own), 1), (end_ns, -1)]
+            found.append(
+                tuple(max(itertools.accumulate(step for _, step in sorted(each)), default=0) for each in changes)
+            )
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from apollo_compile.distributed.pipeline.memory import peak_live
 from apollo_compile.distributed.pipeline.simulate import duration_of, inputs_of, stages_of
 from apollo_compile.distributed.pipeline.values import Bar, FilledPlan, Filling, Kind, Op
 
@@ -30,7 +29,7 @@ def check_plan(plan: FilledPlan) -> None:
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(busy))), device
             if plan.filling is Filling.COARSE:
                 assert all(b.end_ns <= pipeline[0].start_ns or b.start_ns >= pipeline[-1].end_ns for b in own)
-    for encoder, live in zip(plan.encoders, peak_live(plan), strict=True):
+    for encoder, live in zip(plan.encoders, plan.peak_live(), strict=True):
         assert encoder.max_live is None or max(live) <= encoder.max_live
     assert plan.step_ns == max(bar.end_ns + plan.times.trail_ns * (not bar.op.is_encoder) for bar in plan.bars)
 

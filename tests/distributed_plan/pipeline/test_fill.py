@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.distributed.pipeline.fill import fill
-from apollo_compile.distributed.pipeline.memory import peak_live
 from apollo_compile.distributed.pipeline.schedules import gpipe, one_forward_one_backward
 from apollo_compile.distributed.pipeline.simulate import end_of, orders_of, simulate
 from apollo_compile.distributed.pipeline.values import (
@@ -53,7 +52,7 @@ def test_no_replica_holds_more_microbatches_than_it_may(seed: int) -> None:
     """If a limit cannot be met, the error says which one can."""
     schedule, times, encoders = random_problem(seed)
     free = fill(schedule, times, encoders)
-    highest = max(map(max, peak_live(free)))
+    highest = max(map(max, free.peak_live()))
     for limit in range(1, highest + 1):
         capped = tuple(replace(encoder, max_live=limit) for encoder in encoders)
         try:
@@ -64,7 +63,7 @@ def test_no_replica_holds_more_microbatches_than_it_may(seed: int) -> None:
             check_plan(fill(schedule, times, tuple(replace(encoder, max_live=need) for encoder in encoders)))
             continue
         check_plan(plan)
-        assert max(map(max, peak_live(plan))) <= limit
+        assert max(map(max, plan.peak_live())) <= limit
 
 
 def test_a_limit_is_met_where_the_pipeline_itself_holds_as_few() -> None:
@@ -73,7 +72,7 @@ def test_a_limit_is_met_where_the_pipeline_itself_holds_as_few() -> None:
     times = StageTimes(forward_ns=(80,) * 4, backward_ns=(160,) * 4)
     encoder = Encoder(name="vision", forward_ns=((40,),), backward_ns=((80,),), replicas=one_replica_per_rank(4))
     steps = [fill(schedule, times, (replace(encoder, max_live=limit),)) for limit in (1, 2, None)]
-    assert [max(peak_live(plan)[0]) for plan in steps[:2]] == [1, 2]
+    assert [max(plan.peak_live()[0]) for plan in steps[:2]] == [1, 2]
     assert steps[0].step_ns > steps[1].step_ns >= steps[2].step_ns
     with pytest.raises(
         PipelinePlanError, match=r"micro-batch 4 of encoder vision cannot start.*max_live to at least 3"

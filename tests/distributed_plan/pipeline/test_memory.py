@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from apollo_compile.distributed.pipeline.fill import fill
-from apollo_compile.distributed.pipeline.memory import peak_live, peak_of
 from apollo_compile.distributed.pipeline.values import Kind
 from tests.distributed_plan.pipeline.problems import random_problem
 
@@ -12,7 +11,7 @@ def test_a_frozen_encoder_holds_a_microbatch_until_its_features_are_read() -> No
     """A trained one until its backward has ended."""
     for seed in range(20):
         plan = fill(*random_problem(seed))
-        for number, (encoder, live) in enumerate(zip(plan.encoders, peak_live(plan), strict=True)):
+        for number, (encoder, live) in enumerate(zip(plan.encoders, plan.peak_live(), strict=True)):
             spans = []
             for index in range(plan.schedule.num_microbatches):
                 own = [b for b in plan.bars if b.op.is_encoder and (b.op.encoder, b.op.microbatch) == (number, index)]
@@ -26,9 +25,3 @@ def test_a_frozen_encoder_holds_a_microbatch_until_its_features_are_read() -> No
             for replica, most in enumerate(live):
                 mine = [span for index, span in enumerate(spans) if plan.replica_of[number][index] == replica]
                 assert most == max((sum(a <= now < b for a, b in mine) for now, _ in mine), default=0)
-
-
-def test_an_interval_that_ends_when_another_begins_does_not_overlap_with_it() -> None:
-    """Memory is released before it is taken."""
-    assert peak_of([(0, 5, 3), (5, 9, 4), (4, 6, 1)]) == 5
-    assert peak_of([]) == 0
