@@ -105,12 +105,8 @@ class Tuner(Decision):
             try:
                 self._candidates.prepare(verdict.winner)
             except CandidateError as error:
-                _logger.warning(
-                    "%s: comparing again without %s, the fastest of an earlier run: %s",
-                    self._name,
-                    verdict.winner,
-                    error,
-                )
+                told = "%s: comparing again without %s, the fastest of an earlier run: %s"
+                _logger.warning(told, self._name, verdict.winner, error)
                 left = self._candidates.compiled()
                 self.winner = left[-1]
                 self._compare(left)
@@ -201,9 +197,8 @@ class Tuner(Decision):
         if len(ordered) == 1:
             self._comparison = None
             if self.verdict is None:
-                self.verdict = Verdict(
-                    standings=(Standing(name=ordered[0], step_ns=0.0, ratio=1.0, num_rounds=0),), num_steps=0
-                )
+                alone = Standing(name=ordered[0], step_ns=0.0, ratio=1.0, num_rounds=0)
+                self.verdict = Verdict(standings=(alone,), num_steps=0)
             self.winner = ordered[0]
             self._conclude()
             return
