@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -87,14 +88,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..
 }
 """Model, loss function and batch, by name."""
 
-CASES = [
-    ("towers", 1, None),
-    ("towers", 2, NORM),
-    ("chain", 1, NORM),
-    ("chain", 2, None),
-    ("clip", 1, NORM),
-    ("clip", 2, NORM),
-]
+CASES = list(itertools.product(MODELS, (1, 2), (None, NORM)))
 """Model, number of micro-batches, and norm to which gradients are clipped."""
 
 
