@@ -245,11 +245,11 @@ BUDGETS = {
     "passes": 2_900,
     "planner": 3_950,
     "reports": 3_050,
-    "session": 6_000,
+    "session": 6_010,
     "store": 950,
     "target": 750,
     "tools": 3_950,
-    "torch_bridge": 4_950,
+    "torch_bridge": 4_980,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 

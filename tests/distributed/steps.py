@@ -16,11 +16,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import apollo_compile
+from apollo_compile.errors import TargetError
 from apollo_compile.ir import SegmentGraph
 from apollo_compile.session.step.step import Step
 from apollo_compile.target.compilation import Compilation
@@ -93,15 +95,26 @@ CASES = list(itertools.product(MODELS, (1, 2), (None, NORM)))
 
 
 def compare(
-    rank: int, folder: Path, *, name: str, count: int, norm: float | None, wrap: Callable[[nn.Module], nn.Module]
+    rank: int,
+    folder: Path,
+    *,
+    name: str,
+    count: int,
+    norm: float | None,
+    wrap: Callable[[nn.Module], nn.Module],
+    mesh: bool = False,
 ) -> Result:
-    """Take steps with a wrapped model, and train its copy by the loop under the same wrapper."""
+    """Take steps with a wrapped model, or one and a mesh, and train its copy by the loop under the wrapper."""
     make, loss_fn, draw = MODELS[name]
     torch.manual_seed(0)
     plain = make()
-    model, other = wrap(copy.deepcopy(plain)), wrap(plain)
+    model, other = copy.deepcopy(plain), wrap(plain)
+    if mesh and rank > 0:
+        torch.nn.init.zeros_(next(model.parameters()))  # rank 0 has others
+    model = model if mesh else wrap(model)
     optimizer, of_other = (make_optimizer(name, each) for each in (model, other))
-    step = compile_step(model, loss_fn, optimizer, microbatches=count, clip_grad_norm=norm)
+    ranks = init_device_mesh("cpu", (SIZE,)) if mesh else None
+    step = compile_step(model, loss_fn, optimizer, microbatches=count, clip_grad_norm=norm, mesh=ranks)
     generator = torch.Generator().manual_seed(rank)
     batches = [draw(rank, generator) for _ in range(STEPS)]
     with recorded() as sent:
@@ -110,8 +123,8 @@ def compare(
     return {
         "losses": losses,
         "expected losses": expected,
-        "state": whole_state(model),
-        "expected state": whole_state(other),
+        "state": whole_state(getattr(model, "module", model)),
+        "expected state": whole_state(getattr(other, "module", other)),
         "sent": sent,
         **outcome(step),
     }
@@ -191,6 +204,18 @@ def run_no_sync(rank: int, folder: Path) -> Result:
         features_loss(model, batches[1]).backward()
         expected.append(take_gradients(model))
     return {"found": found, "expected": expected, "sent inside": sent, **outcome(step)}
+
+
+def run_wrong_meshes(rank: int, folder: Path) -> Result:
+    """A mesh of two dimensions, and one for a model that has ranks already."""
+    found: Result = {}
+    line, square = init_device_mesh("cpu", (SIZE,)), init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("data", "rest"))
+    for name, model, mesh in (("square", Towers(), square), ("wrapped", wrap_ddp(Towers()), line)):
+        try:
+            compile_step(model, features_loss, None, mesh=mesh)
+        except TargetError as error:
+            found[name] = str(error)
+    return found
 
 
 def run_failure(rank: int, folder: Path) -> Result:
@@ -324,6 +349,8 @@ SCENARIOS: dict[int, dict[str, Scenario]] = {
             f"{name} {count} {norm}": partial(compare, name=name, count=count, norm=norm, wrap=wrap_ddp)
             for name, count, norm in CASES
         },
+        "mesh": partial(compare, name="chain", count=2, norm=NORM, wrap=wrap_ddp, mesh=True),
+        "wrong meshes": run_wrong_meshes,
         "other shapes": run_other_shapes,
         "no sync": run_no_sync,
         "unused": run_unused,

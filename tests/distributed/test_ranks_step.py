@@ -43,7 +43,7 @@ def assert_trained_alike(results: list[dict[str, Any]]) -> None:
         assert "running" in key or torch.equal(value, second[key]), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mesh"])
 def test_a_step_trains_as_the_loop_under_its_wrapper(seen: Seen, name: str) -> None:
     """Over 10 steps, with one or two micro-batches, clipped and not."""
     results = seen(name)
@@ -53,7 +53,7 @@ def test_a_step_trains_as_the_loop_under_its_wrapper(seen: Seen, name: str) -> N
         assert verdict.startswith(Variant.PLAN), verdict
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mesh"])
 def test_ranks_send_the_same_in_one_order(seen: Seen, name: str) -> None:
     """Every bucket once per step, whatever the number of micro-batches; as many values as there are parameters."""
     first, second = seen(name)
@@ -130,6 +130,13 @@ def test_a_step_under_fsdp_is_a_loop_with_a_reason(seen: Seen) -> None:
         assert "FSDP2" in reason
         lines = [line for line in result["log"] if reason in line]
         assert len(lines) == 1 and lines[0].startswith("INFO the step stays a loop")
+
+
+def test_a_mesh_that_cannot_average_is_an_error(seen: Seen) -> None:
+    """Of several dimensions, or beside a wrapper."""
+    for result in seen("wrong meshes"):
+        assert "mesh has 2 dimensions; expected one" in result["square"] and "mesh['data']" in result["square"]
+        assert "cannot average gradients of a DistributedDataParallel over a mesh" in result["wrapped"]
 
 
 def test_buckets_are_filled_in_order() -> None:

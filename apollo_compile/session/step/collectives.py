@@ -1,6 +1,6 @@
-"""Mean of gradients over the ranks of a model in DistributedDataParallel.
+"""Mean of gradients over the ranks of a model in DistributedDataParallel, or of a module and a mesh of ranks.
 
-    find_data_parallel(model) -> DataParallel, or why gradients are left to the wrapper
+    find_data_parallel(model, mesh) -> DataParallel, or why gradients are left to the wrapper
     DataParallel.average(propose)      after the loop: averages `.grad`, bucket by bucket
     DataParallel.averages              the same for a program, with a segment for every bucket
 
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from apollo_compile.cost_model.collectives import Link, all_reduce_seconds
@@ -41,12 +42,12 @@ from apollo_compile.observe import StageRunner
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.torch_bridge.data_parallel import (
-    broadcast_buffers,
+    Replicas,
     is_sharded,
-    is_syncing,
     reason_against,
-    reduced_parameters,
-    without_reducer,
+    reason_for_reducer,
+    replicas_of,
+    replicas_on,
 )
 from apollo_compile.units import NS_PER_S
 
@@ -87,13 +88,13 @@ class _Buckets:
 class DataParallel:
     """The ranks that average the gradients of one step."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._wrapped = model
-        self.model = without_reducer(model)
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self.model = replicas.model
         """What the loss function is called with."""
         self.ranks = find_ranks()
-        self._group: dist.ProcessGroup = model.process_group
-        self._parameters = reduced_parameters(model)
+        self._group = replicas.group
+        self._parameters = [each for each in replicas.model.parameters() if each.requires_grad]
         self._averages: Averages | None = None
 
     @property
@@ -105,12 +106,12 @@ class DataParallel:
     @property
     def is_syncing(self) -> bool:
         """Whether steps average gradients: False inside of `no_sync`."""
-        return is_syncing(self._wrapped)
+        return self._replicas.is_syncing()
 
     def begin_step(self) -> None:
         """Copy the buffers of rank 0, as the first forward of a step does."""
         if self.is_syncing:
-            broadcast_buffers(self._wrapped)
+            self._replicas.broadcast_buffers()
 
     def average(self, propose: Propose) -> None:
         """Replace the gradients in `.grad` by their means.
@@ -124,11 +125,12 @@ class DataParallel:
         """
         if not self.is_syncing:
             return
-        missing = [name for name, each in self._wrapped.named_parameters() if each.requires_grad and each.grad is None]
+        missing = [name for name, each in self.model.named_parameters() if each.requires_grad and each.grad is None]
         if missing:
             raise TargetError(
                 f"cannot average gradients over ranks: {', '.join(missing[:3])} got none in this step; expected one "
-                "for every parameter; freeze the others, or wrap the model with find_unused_parameters=True"
+                "for every parameter; freeze the others, or use DistributedDataParallel with "
+                "find_unused_parameters=True"
             )
         if self._averages is None:
             self._averages = Averages(
@@ -150,7 +152,7 @@ class DataParallel:
 
     def _settle_buckets(self, propose: Propose) -> Sequence[Sequence[int]]:
         """Return parameters by bucket, by their index, as the first rank to arrive proposes."""
-        parameters, cap = self._parameters, self._wrapped.bucket_bytes_cap
+        parameters, cap = self._parameters, self._replicas.bucket_bytes_cap
         least = min(cap, max(_LEAST_BYTES, sum(each.nbytes for each in parameters) // _MOST_BUCKETS))
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         try:
@@ -196,18 +198,40 @@ class DataParallel:
         return min(seconds)
 
 
-def find_data_parallel(model: nn.Module) -> DataParallel | str | None:
-    """Return what averages the gradients of a model; why the wrapper has to; or None if it has no wrapper.
+def find_data_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> DataParallel | str | None:
+    """Return what averages the gradients of a model; why its wrapper has to; or None if nobody averages them.
 
-    A wrapper is DistributedDataParallel or FSDP2's `fully_shard`.
+    Arguments:
+        model: the module that is trained. A wrapper is DistributedDataParallel or FSDP2's `fully_shard`.
+        mesh: ranks that average the gradients of a module without a wrapper. Parameters of its first one are copied.
+
+    Raises:
+        TargetError: a mesh is given and has several dimensions, or gradients cannot be averaged over it.
     """
+    if mesh is not None:
+        _check_mesh(model, mesh)
     if find_ranks().is_alone:
         return None
+    if mesh is not None:
+        return DataParallel(replicas_on(model, mesh.get_group()))
     if is_sharded(model):
         return "hooks of FSDP2 gather parameters and scatter gradients, which only its own forward and backward call"
     if not isinstance(model, DistributedDataParallel):
         return None
-    return reason_against(model) or DataParallel(model)
+    return reason_for_reducer(model) or DataParallel(replicas_of(model))
+
+
+def _check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise TargetError(
+            f"mesh has {mesh.ndim} dimensions; expected one, over which gradients are averaged, such as "
+            f"mesh[{(mesh.mesh_dim_names or ('data',))[0]!r}]"
+        )
+    reason = reason_against(model)
+    if is_sharded(model) or isinstance(model, DistributedDataParallel):
+        reason = "its wrapper has ranks of its own"
+    if reason is not None:
+        raise TargetError(f"cannot average gradients of a {type(model).__name__} over a mesh: {reason}")
 
 
 def fill_buckets(order: Sequence[int], parameters: Sequence[torch.Tensor], least_bytes: int) -> list[list[int]]:

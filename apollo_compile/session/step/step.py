@@ -68,7 +68,7 @@ class Step:
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._settings = settings
-        found = find_data_parallel(model)
+        found = find_data_parallel(model, settings.mesh)
         self._data_parallel = found if isinstance(found, DataParallel) else None
         called = model if self._data_parallel is None else self._data_parallel.model
         self._linker = Linker(
