@@ -49,8 +49,8 @@ def compile_step(
     in memory at once.
 
     Arguments:
-        model: the module that is trained, not compiled. If it is in DistributedDataParallel, gradients are averaged
-            over its ranks before they are clipped.
+        model: the module that is trained, not compiled. If it is in DistributedDataParallel or under FSDP2, gradients
+            are averaged over its ranks before they are clipped.
         loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, alone, first in a tuple,
             or as `loss` in a dictionary; None is `model(**micro_batch).loss`, for models that compute their loss. What
             else it returns is copied, and in `step.outputs` afterwards, without a graph. A loss function with graph

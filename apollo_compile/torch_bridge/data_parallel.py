@@ -42,6 +42,11 @@ class Replicas:
     broadcast_buffers: Callable[[], None]
     """Copies the buffers of rank 0 to all ranks, as a forward does first."""
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters of the model."""
+        return list(self.model.parameters())
+
 
 def replicas_of(model: DistributedDataParallel) -> Replicas:
     """Return the ranks of a wrapped model."""
@@ -85,10 +90,16 @@ class _WithoutReducer(DistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
 
-def without_reducer(model: DistributedDataParallel) -> DistributedDataParallel:
-    """Return a view of a model: it shares all attributes, and its forward is that of the wrapped module alone."""
+def without_reducer(model: DistributedDataParallel, module: nn.Module | None = None) -> DistributedDataParallel:
+    """Return a view of a model: it shares all attributes, and its forward is that of the wrapped module alone.
+
+    Arguments:
+        model: the wrapped model.
+        module: takes the place of the wrapped module in the view; None is that one.
+    """
     view = object.__new__(_WithoutReducer)
-    object.__setattr__(view, "__dict__", model.__dict__)
+    attributes = model.__dict__ if module is None else {**model.__dict__, "_modules": {"module": module}}
+    object.__setattr__(view, "__dict__", attributes)
     return view
 
 

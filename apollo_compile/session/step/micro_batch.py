@@ -154,7 +154,7 @@ def _check_communication(model: CompiledModel, averages_gradients: bool) -> None
     if not averages_gradients:
         raise UnsupportedGraphError(
             "there are several processes, and nobody averages gradients: expected a model in DistributedDataParallel, "
-            "or a mesh"
+            "under FSDP2, or a mesh"
         )
     if any(each.has_collective for graph in model.graphs for each in graph.compilation.partition.graph.segments):
         raise UnsupportedGraphError(f"{model.name} communicates with other ranks")

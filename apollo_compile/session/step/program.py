@@ -8,13 +8,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from apollo_compile.config import Config
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import Variant
-from apollo_compile.session.step.collectives import settle_plan
+from apollo_compile.session.step.collectives import Averages, settle_plan
 from apollo_compile.session.step.graph import StepGraph, plan_step
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.variants import Variants
@@ -23,6 +24,9 @@ from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.private_attributes import have_gradient_hooks
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep
 from apollo_compile.torch_bridge.storages import WrittenMemory
+
+if TYPE_CHECKING:
+    from apollo_compile.torch_bridge.sharded import ShardedModel
 
 SHARED_MEMORY = "a parameter that the optimizer steps shares memory with another input of the loss function"
 
@@ -47,8 +51,8 @@ class StepProgram:
     """Ids of the parameters whose gradients the optimizer releases."""
     is_clipped: bool
     """Whether gradients are clipped inside."""
-    is_averaged: bool
-    """Whether gradients are averaged over ranks inside."""
+    averages: Averages | None
+    """Averages gradients over ranks inside; None where they are not."""
     named_parameters: Mapping[str, torch.Tensor]
     """All of the model."""
     others: Sequence[torch.Tensor]
@@ -71,6 +75,11 @@ class StepProgram:
         return self.num_micro_batches * len(self.micro.returned)
 
     @property
+    def _sharded(self) -> ShardedModel | None:
+        """What the parameters are shards of."""
+        return None if self.averages is None else self.averages.sharded
+
+    @property
     def parameters(self) -> Sequence[torch.Tensor]:
         """Parameters that get gradients."""
         return list(self.micro.parameters.values())
@@ -89,10 +98,13 @@ class StepProgram:
                 return "the optimizer does not step some parameters any more"
         if any(other.grad is not None for other in self.others):
             return "gradients are clipped, and a parameter that gets none in this step has one"
-        if have_gradient_hooks(self.parameters):
+        parameters = self.parameters
+        if self._sharded is not None:
+            parameters = [*parameters, *map(self._sharded.owner_of, parameters)]
+        if have_gradient_hooks(parameters):
             return "a gradient has hooks"
-        are_all_needed = self.is_clipped or self.is_averaged
-        for parameter in self.parameters:
+        are_all_needed = self.is_clipped or self.averages is not None
+        for parameter in parameters:
             if parameter.grad is not None:
                 if are_all_needed or (self.optimizer is not None and self.optimizer.has(parameter)):
                     return "gradients are there already that clipping, other ranks or the optimizer have to know of"
@@ -117,7 +129,18 @@ class StepProgram:
     def _sort(self, inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what all micro-batches share, and what each has for itself."""
         shared = [inputs[0][place] for place in (*self.micro.state, *self.shared)]
-        return shared, [each[place] for each in inputs for place in self.own]
+        return self._stored(shared), [each[place] for each in inputs for place in self.own]
+
+    def _stored(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what this rank stores of tensors: its parts of sharded parameters."""
+        return list(tensors if self._sharded is None else map(self._sharded.local_of, tensors))
+
+    def leave_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Leave the gradients of the parameters `kept` in `.grad`, added to what is there."""
+        if self._sharded is None:
+            leave_gradients(self.kept, gradients)
+        else:
+            self._sharded.leave(self.kept, gradients)
 
     def find_differing(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[int]:
         """Return places of inputs that should be the same for all micro-batches, and are not."""
@@ -156,10 +179,11 @@ class StepProgram:
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self._run_variant(given)
+            stored = self._stored(self.kept)
             made = [gradient for gradient in outputs[self._num_returned :] if gradient is not None]
             if variant not in self._copied:
-                self._copied[variant] = find_shared(made, self.kept, taken)
-            return outputs[: self._num_returned], own_gradients(made, self.kept, self._copied[variant])
+                self._copied[variant] = find_shared(made, stored, taken)
+            return outputs[: self._num_returned], own_gradients(made, stored, self._copied[variant])
 
     def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the current variant; an error says which parameters had been updated."""
@@ -290,7 +314,7 @@ def link_step(
         kept=[micro.parameters[place] for place in step.kept],
         released={id(p) for place, p in micro.parameters.items() if place not in step.kept},
         is_clipped=clip_grad_norm is not None,
-        is_averaged=step.averages is not None,
+        averages=step.averages,
         written=WrittenMemory(stepped),
         named_parameters=named_parameters,
         others=[] if clip_grad_norm is None else [p for p in named_parameters.values() if id(p) not in trained],
