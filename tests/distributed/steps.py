@@ -329,6 +329,31 @@ def run_refused(rank: int, folder: Path) -> Result:
     return found
 
 
+def run_explained(rank: int, folder: Path) -> Result:
+    """Rank 0 alone asks for the plan of a step that both take then."""
+    torch.manual_seed(0)
+    model = wrap_ddp(Chain())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, batch = own_state(model), features(rank, torch.Generator().manual_seed(rank))
+    found: Result = {}
+    if rank == 0:
+        options = {**LANES, "runtime.bodies": "eager"}
+        with recorded() as sent:
+            report = apollo_compile.explain_step(model, features_loss, batch, optimizer, options=options)
+        found = {"planned": [each.name for each in report.graphs[0].segments], "sent": sent}
+    try:
+        apollo_compile.explain_step(fully_shard(Chain()), features_loss, batch)
+    except TargetError as error:
+        found["refused"] = str(error)
+    step = compile_step(model, features_loss, optimizer)
+    after = own_state(model)
+    for _ in range(2):
+        step(batch)
+    (tuner,) = step.tuners
+    names = [each.name for each in tuner.program.variants.compilation.partition.graph.segments]
+    return {**found, "linked": names, "before": before, "after": after}
+
+
 def run_unused(rank: int, folder: Path) -> Result:
     """A layer that the loss does not use: an error that names it, as of DDP, and a loop where DDP was told."""
     found: Result = {}
@@ -445,6 +470,7 @@ SCENARIOS: dict[int, dict[str, Scenario]] = {
         "fsdp other shapes": partial(run_other_shapes, wrap=wrap_fsdp),
         "fsdp gradients": run_sharded_gradients,
         "fsdp refused": run_refused,
+        "explained": run_explained,
         "no sync": run_no_sync,
         "unused": run_unused,
         **{

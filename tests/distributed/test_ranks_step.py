@@ -178,6 +178,16 @@ def test_a_step_under_other_policies_of_fsdp_is_a_loop_with_a_reason(seen: Seen)
             assert len([line for line in result["log"] if reason in line]) == 1
 
 
+def test_steps_of_a_wrapped_model_are_explained_without_communication(seen: Seen) -> None:
+    """By one rank alone, with the segments that are linked later; the model does not change."""
+    first, _ = seen("explained")
+    assert first["planned"] == first["linked"] and first["sent"] == []
+    assert any(name.endswith(":mean") for name in first["planned"])
+    assert "expected the module as it is before fully_shard" in first["refused"]
+    for key, value in first["before"].items():
+        assert torch.equal(first["after"][key], value), key
+
+
 def test_a_mesh_that_cannot_average_is_an_error(seen: Seen) -> None:
     """Of several dimensions, or beside a wrapper."""
     for result in seen("wrong meshes"):

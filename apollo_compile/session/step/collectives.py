@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, reduce_scatter_seconds
+from apollo_compile.cost_model.collectives import GLOO, Link, all_reduce_seconds, reduce_scatter_seconds
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks, find_ranks
 from apollo_compile.errors import TargetError, UnsupportedGraphError
@@ -185,6 +185,15 @@ class DataParallel:
         dist.all_reduce(flat, group=self._group)
         pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
         return [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+
+    def predict(self, order: Sequence[torch.Tensor]) -> Averages:
+        """Return buckets that this rank would propose, with an assumed link; nothing is sent.
+
+        Arguments:
+            order: copies of the parameters, in the order in which their gradients are final.
+        """
+        filled = fill_buckets(range(len(order)), order, self._least_bytes)
+        return self._make_averages([[order[index] for index in bucket] for bucket in filled], GLOO)
 
     @property
     def _least_bytes(self) -> int:
