@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from apollo_compile.session.step.arguments import StepSettings, check_arguments
 from apollo_compile.session.step.loss import LossFunction, own_loss
@@ -29,6 +30,7 @@ def compile_step(
     split: Split | None = None,
     weigh: Weigh | None = None,
     keep_gradients: bool = False,
+    mesh: DeviceMesh | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Step:
     """Return a function that takes one training step per call: `loss = step(batch)`.
@@ -47,8 +49,8 @@ def compile_step(
     in memory at once.
 
     Arguments:
-        model: the module that is trained, not compiled. If it is in DistributedDataParallel, gradients are averaged
-            over its ranks before they are clipped.
+        model: the module that is trained, not compiled. If it is in DistributedDataParallel or under FSDP2, gradients
+            are averaged over its ranks before they are clipped.
         loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, alone, first in a tuple,
             or as `loss` in a dictionary; None is `model(**micro_batch).loss`, for models that compute their loss. What
             else it returns is copied, and in `step.outputs` afterwards, without a graph. A loss function with graph
@@ -60,11 +62,13 @@ def compile_step(
         split: `split(batch, microbatches)` returns the parts; None cuts all tensors along dimension 0.
         weigh: how much a micro-batch counts; None is equally. Weights are divided by their sum.
         keep_gradients: whether gradients stay in `.grad` after the step, for code that reads them there.
+        mesh: ranks, in one dimension, that average the gradients of a model without a wrapper. The parameters and
+            buffers of the first one are copied to all others here, and buffers at the beginning of every step.
         options: as for `torch.compile(..., options=...)`.
 
     Raises:
         TargetError: `model` is no module, or is compiled; `loss_fn` cannot be called; `optimizer` is none, or its step
-            needs an argument.
+            needs an argument; `mesh` has several dimensions, or the model is in a wrapper or is not on CPUs.
         ConfigError: `microbatches` is not above 0, or an option is unknown or has a wrong value.
     """
     loss_fn = own_loss if loss_fn is None else loss_fn
@@ -75,6 +79,7 @@ def compile_step(
         split=split or split_evenly,
         weigh=weigh,
         keep_gradients=keep_gradients,
+        mesh=mesh,
         options=dict(options or {}),
     )
     return Step(model, loss_fn, optimizer, settings)

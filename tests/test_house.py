@@ -262,7 +262,7 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS = {
-    ".": 45_000,
+    ".": 45_600,
     "autotune": 1_250,
     "cluster": 1_500,
     "device": 5_600,
@@ -272,11 +272,11 @@ BUDGETS = {
     "passes": 2_900,
     "planner": 3_950,
     "reports": 3_050,
-    "session": 6_000,
+    "session": 6_250,
     "store": 950,
     "target": 750,
     "tools": 3_950,
-    "torch_bridge": 4_950,
+    "torch_bridge": 5_310,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 

@@ -34,11 +34,23 @@ class Link:
             )
 
 
+GLOO = Link(latency=100e-6, bandwidth=2e9)
+"""Assumed between processes of one machine over gloo, where nothing is measured."""
+
+
 def send_seconds(num_bytes: float, link: Link) -> float:
     """Return the time to send `num_bytes` to one other rank."""
     return link.latency + num_bytes / link.bandwidth
 
 
+def reduce_scatter_seconds(num_bytes: float, ranks: int, link: Link) -> float:
+    """Return the time until each of `ranks` ranks has its share of the sum of `num_bytes` from each rank.
+
+    An all-gather of `num_bytes` takes the same time, in the same rounds backwards.
+    """
+    return (ranks - 1) * send_seconds(num_bytes / ranks, link)
+
+
 def all_reduce_seconds(num_bytes: float, ranks: int, link: Link) -> float:
     """Return the time until each of `ranks` ranks has the sum of `num_bytes` from each rank."""
-    return 2 * (ranks - 1) * send_seconds(num_bytes / ranks, link)
+    return 2 * reduce_scatter_seconds(num_bytes, ranks, link)

@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from apollo_compile.config import Config, load_config
 from apollo_compile.cost_model.cells import Device, Estimate, cells_of
-from apollo_compile.cost_model.collectives import Link
+from apollo_compile.cost_model.collectives import GLOO, Link
 from apollo_compile.device.cpu.discover import discover_profile
 from apollo_compile.device.cpu.execute import available_units
 from apollo_compile.errors import TargetError
@@ -63,7 +63,7 @@ _GPU = _Sheet(memory_bytes=None, per_node=8, link=_NVLINK, node_link=_INFINIBAND
 _CPU = _Sheet(
     memory_bytes=None,
     per_node=1,
-    link=Link(100e-6, 2e9),
+    link=GLOO,
     node_link=Link(100e-6, 1e9),
     text="gloo: 2 GB/s on one machine, 1 GB/s between machines, assumed",
 )

@@ -37,9 +37,10 @@ def explain_step(
     """Return a report of the plan of a training step of `compile_step`, without training.
 
     The model is traced on a copy that shares the memory of its parameters; neither the model nor the optimizer changes.
+    Nothing is sent to other ranks: means of gradients take as long as over an assumed link.
 
     Arguments:
-        model: the module to train, not compiled.
+        model: the module to train, not compiled; alone or in DistributedDataParallel.
         loss_fn: as for `compile_step`.
         batch: the batch of one step.
         optimizer: as for `compile_step`.
@@ -50,7 +51,8 @@ def explain_step(
         options: as for `torch.compile(..., options=...)`.
 
     Raises:
-        TargetError: `model` is not a module or cannot be copied, or the batch cannot be split; see `compile_step`.
+        TargetError: `model` is not a module, is under FSDP2 or cannot be copied, or the batch cannot be split; see
+            `compile_step`.
         ConfigError: an argument or an option has a wrong value.
         InfeasiblePlanError: no plan meets the memory quota.
     """

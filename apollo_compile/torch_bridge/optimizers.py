@@ -73,6 +73,10 @@ class StepInParts:
         """Return whether the optimizer steps a parameter."""
         return id(parameter) in self._group_of
 
+    def is_at(self, parameter: torch.Tensor, taken: torch.Tensor) -> bool:
+        """Return whether a tensor is where a step would write to for a parameter."""
+        return parameter.data_ptr() == taken.data_ptr()
+
     def reason_against(self) -> str | None:
         """Return why a step in parts would not be the optimizer's own now: somebody hooks into it, or replaced it."""
         optimizer = self._optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, send_seconds
+from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, reduce_scatter_seconds, send_seconds
 
 LINK = Link(latency=2e-6, bandwidth=1e9)
 
@@ -35,6 +35,7 @@ def test_an_all_reduce_takes_the_rounds_of_a_ring(ranks: int) -> None:
     """One piece per round, of the size of a rank's share: every piece is summed, then every rank gets it."""
     round_s = LINK.latency + 8e6 / ranks / LINK.bandwidth
     gathered, reduced = play(ranks, reduces=False), play(ranks, reduces=True)
+    assert reduce_scatter_seconds(8e6, ranks, LINK) == pytest.approx(reduced * round_s)
     assert all_reduce_seconds(8e6, ranks, LINK) == pytest.approx((gathered + reduced) * round_s)
 
 

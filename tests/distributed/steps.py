@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,14 +16,18 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import apollo_compile
+from apollo_compile.errors import TargetError
 from apollo_compile.ir import SegmentGraph
 from apollo_compile.session.step.step import Step
 from apollo_compile.target.compilation import Compilation
+from apollo_compile.torch_bridge import sharded
 from tests.distributed.work import (
     LANES,
     PATIENCE,
@@ -57,6 +62,19 @@ class Chain(nn.Module):
         return self.layers(x)
 
 
+class Uneven(nn.Module):
+    """A frozen layer, and layers that two ranks cannot cut into halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.narrow, self.wide = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.wide(self.narrow(self.frozen(x).tanh()))
+
+
 def features_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean squared distance to targets."""
     return (model(batch["x"]) - batch["y"]).square().mean()
@@ -84,30 +102,38 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..
     "towers": (Towers, features_loss, features),
     "chain": (Chain, features_loss, features),
     "clip": (make_clip, clip_loss_of, pairs),
+    "uneven": (Uneven, features_loss, features),
 }
 """Model, loss function and batch, by name."""
 
-CASES = [
-    ("towers", 1, None),
-    ("towers", 2, NORM),
-    ("chain", 1, NORM),
-    ("chain", 2, None),
-    ("clip", 1, NORM),
-    ("clip", 2, NORM),
-]
+CASES = list(itertools.product(("towers", "chain", "clip"), (1, 2), (None, NORM)))
 """Model, number of micro-batches, and norm to which gradients are clipped."""
+
+SHARDED_CASES = [case for case in CASES if case[2] is not None or case[:2] == ("towers", 1)]
+"""Those under FSDP2."""
 
 
 def compare(
-    rank: int, folder: Path, *, name: str, count: int, norm: float | None, wrap: Callable[[nn.Module], nn.Module]
+    rank: int,
+    folder: Path,
+    *,
+    name: str,
+    count: int,
+    norm: float | None,
+    wrap: Callable[[nn.Module], nn.Module],
+    mesh: bool = False,
 ) -> Result:
-    """Take steps with a wrapped model, and train its copy by the loop under the same wrapper."""
+    """Take steps with a wrapped model, or one and a mesh, and train its copy by the loop under the wrapper."""
     make, loss_fn, draw = MODELS[name]
     torch.manual_seed(0)
     plain = make()
-    model, other = wrap(copy.deepcopy(plain)), wrap(plain)
+    model, other = copy.deepcopy(plain), wrap(plain)
+    if mesh and rank > 0:
+        torch.nn.init.zeros_(next(model.parameters()))  # rank 0 has others
+    model = model if mesh else wrap(model)
     optimizer, of_other = (make_optimizer(name, each) for each in (model, other))
-    step = compile_step(model, loss_fn, optimizer, microbatches=count, clip_grad_norm=norm)
+    ranks = init_device_mesh("cpu", (SIZE,)) if mesh else None
+    step = compile_step(model, loss_fn, optimizer, microbatches=count, clip_grad_norm=norm, mesh=ranks)
     generator = torch.Generator().manual_seed(rank)
     batches = [draw(rank, generator) for _ in range(STEPS)]
     with recorded() as sent:
@@ -116,8 +142,8 @@ def compare(
     return {
         "losses": losses,
         "expected losses": expected,
-        "state": whole_state(model),
-        "expected state": whole_state(other),
+        "state": whole_state(getattr(model, "module", model)),
+        "expected state": whole_state(getattr(other, "module", other)),
         "sent": sent,
         **outcome(step),
     }
@@ -155,20 +181,29 @@ def train_by_loop(
     return total
 
 
-def run_other_shapes(rank: int, folder: Path) -> Result:
-    """In the fifth step, rank 1 gets a batch of another shape and runs a loop, while rank 0 runs its program."""
+def run_other_shapes(rank: int, folder: Path, wrap: Callable[[nn.Module], nn.Module]) -> Result:
+    """In the fifth step, rank 1 gets a batch of another shape and runs a loop, while rank 0 runs its program.
+
+    The model is evaluated after every step.
+    """
     torch.manual_seed(0)
     plain = Towers()
-    model, other = wrap_ddp(copy.deepcopy(plain)), wrap_ddp(plain)
+    model, other = wrap(copy.deepcopy(plain)), wrap(plain)
     optimizer, of_other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
     step = compile_step(model, features_loss, optimizer)
     generator = torch.Generator().manual_seed(rank)
     batches = [features(rank, generator) for _ in range(6)]
     if rank == 1:
         batches[4] = {name: each[:10] for name, each in batches[4].items()}
-    with recorded() as sent:
-        losses = [float(step(batch)) for batch in batches]
-    expected = [train_by_loop(other, features_loss, of_other, batch, 1, None) for batch in batches]
+    losses, expected, sent = [], [], []
+    for batch in batches:
+        with recorded() as sent_now:
+            losses.append(float(step(batch)))
+        sent += sent_now
+        expected.append(train_by_loop(other, features_loss, of_other, batch, 1, None))
+        with torch.no_grad():
+            losses.append(float(features_loss(model, batches[0])))
+            expected.append(float(features_loss(other, batches[0])))
     return {
         "losses": losses,
         "expected losses": expected,
@@ -199,16 +234,31 @@ def run_no_sync(rank: int, folder: Path) -> Result:
     return {"found": found, "expected": expected, "sent inside": sent, **outcome(step)}
 
 
-def run_failure(rank: int, folder: Path) -> Result:
-    """Rank 1 gets a damaged batch in a step that is a program, which raises before the first collective."""
+def run_wrong_meshes(rank: int, folder: Path) -> Result:
+    """A mesh of two dimensions, and one for a model that has ranks already."""
+    found: Result = {}
+    line, square = init_device_mesh("cpu", (SIZE,)), init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("data", "rest"))
+    for name, model, mesh in (("square", Towers(), square), ("wrapped", wrap_ddp(Towers()), line)):
+        try:
+            compile_step(model, features_loss, None, mesh=mesh)
+        except TargetError as error:
+            found[name] = str(error)
+    return found
+
+
+def run_failure(rank: int, folder: Path, *, is_sharded: bool) -> Result:
+    """Rank 1 gets a damaged batch in a step that is a program, which raises before the first mean."""
     group = dist.new_group(timeout=PATIENCE)
     torch.manual_seed(0)
-    model = DistributedDataParallel(Checked(), process_group=group)
+    if is_sharded:
+        model: nn.Module = fully_shard(Checked(), mesh=DeviceMesh.from_group(group, "cpu"))
+    else:
+        model = DistributedDataParallel(Checked(), process_group=group)
     step = compile_step(model, features_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = features(rank, torch.Generator().manual_seed(rank))
     for _ in range(3):
         step(batch)
-    before = whole_state(model)
+    before = own_state(model)
     _set_pg_timeout(datetime.timedelta(seconds=2), group)
     if rank == 1:
         batch["x"] = batch["x"] * float("nan")
@@ -220,7 +270,15 @@ def run_failure(rank: int, folder: Path) -> Result:
         error = {"type": type(raised).__name__, "text": str(raised), "notes": getattr(raised, "__notes__", [])}
     seconds = time.monotonic() - begin
     dist.barrier()
-    return {"error": error, "waited": seconds, "before": before, "state": whole_state(model), **outcome(step)}
+    return {"error": error, "waited": seconds, "before": before, "state": own_state(model), **outcome(step)}
+
+
+def own_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of what this rank has of a model."""
+    return {
+        name: (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in model.state_dict().items()
+    }
 
 
 class Checked(nn.Module):
@@ -232,6 +290,68 @@ class Checked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(read(x))
+
+
+def run_sharded_gradients(rank: int, folder: Path) -> Result:
+    """Without an optimizer: gradients of steps add up in shards; those of one that does not sync, in the next one."""
+    torch.manual_seed(0)
+    plain = Uneven()
+    model, other = wrap_fsdp(copy.deepcopy(plain)), wrap_fsdp(plain)
+    step = compile_step(model, features_loss, None)
+    generator = torch.Generator().manual_seed(rank)
+    found, expected = [], []
+    for number in range(4):
+        batches = [features(rank, generator) for _ in range(2)]
+        for is_syncing, batch in zip((number == 1, True), batches, strict=True):
+            for each in (model, other):
+                each.set_requires_gradient_sync(is_syncing)
+            step(batch)
+            features_loss(other, batch).backward()
+        found.append(take_gradients(model))
+        expected.append(take_gradients(other))
+    return {"found": found, "expected": expected, **outcome(step)}
+
+
+def run_refused(rank: int, folder: Path) -> Result:
+    """Under FSDP2 with other settings: loops, with one reason."""
+    square = init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("replicas", "shards"))
+    settings: dict[str, dict[str, Any]] = {
+        "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "a mesh of several dimensions": {"mesh": square},
+    }
+    found: Result = {}
+    for name, options in settings.items():
+        model = fully_shard(Towers(), **options)
+        step = compile_step(model, features_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = step(features(rank, torch.Generator().manual_seed(rank)))
+        found[name] = (step.reasons_for_loops, bool(loss.isfinite()))
+    return found
+
+
+def run_explained(rank: int, folder: Path) -> Result:
+    """Rank 0 alone asks for the plan of a step that both take then."""
+    torch.manual_seed(0)
+    model = wrap_ddp(Chain())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, batch = own_state(model), features(rank, torch.Generator().manual_seed(rank))
+    found: Result = {}
+    if rank == 0:
+        options = {**LANES, "runtime.bodies": "eager"}
+        with recorded() as sent:
+            report = apollo_compile.explain_step(model, features_loss, batch, optimizer, options=options)
+        found = {"planned": [each.name for each in report.graphs[0].segments], "sent": sent}
+    try:
+        apollo_compile.explain_step(fully_shard(Chain()), features_loss, batch)
+    except TargetError as error:
+        found["refused"] = str(error)
+    step = compile_step(model, features_loss, optimizer)
+    after = own_state(model)
+    for _ in range(2):
+        step(batch)
+    (tuner,) = step.tuners
+    names = [each.name for each in tuner.program.variants.compilation.partition.graph.segments]
+    return {**found, "linked": names, "before": before, "after": after}
 
 
 def run_unused(rank: int, folder: Path) -> Result:
@@ -276,15 +396,21 @@ def compile_step(model: nn.Module, loss_fn: Callable[..., Any], optimizer: Any, 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[int]]:
-    """Record the sizes of all sums over ranks in the order in which this rank begins them."""
+    """Record the sizes of what this rank sends in collectives, in the order in which it begins them."""
     sent: list[int] = []
-    all_reduce = dist.all_reduce
 
-    def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
+    def record(collective: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.append(args[place].numel())
+            return collective(*args, **kwargs)
 
-    with patch.object(dist, "all_reduce", record):
+        return call
+
+    with (
+        patch.object(dist, "all_reduce", record(dist.all_reduce, 0)),
+        patch.object(sharded, "all_gather", record(sharded.all_gather, 1)),
+        patch.object(sharded, "reduce_scatter", record(sharded.reduce_scatter, 1)),
+    ):
         yield sent
 
 
@@ -314,14 +440,21 @@ def modules_summed(graph: SegmentGraph) -> list[list[str]]:
 
 def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the gradients, and leave none."""
-    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    found = {
+        name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
     model.zero_grad()
     return found
 
 
-def fsdp(rank: int, folder: Path) -> Result:
-    """A step under FSDP2, which is a loop."""
-    return compare(rank, folder, name="towers", count=2, norm=NORM, wrap=fully_shard)
+def wrap_fsdp(model: nn.Module) -> nn.Module:
+    """Return the model with its parts sharded, each by itself."""
+    for part in model.children():
+        if next(part.parameters(), None) is not None:
+            fully_shard(part)
+    return fully_shard(model)
 
 
 SCENARIOS: dict[int, dict[str, Scenario]] = {
@@ -330,11 +463,22 @@ SCENARIOS: dict[int, dict[str, Scenario]] = {
             f"{name} {count} {norm}": partial(compare, name=name, count=count, norm=norm, wrap=wrap_ddp)
             for name, count, norm in CASES
         },
-        "other shapes": run_other_shapes,
+        "mesh": partial(compare, name="chain", count=2, norm=NORM, wrap=wrap_ddp, mesh=True),
+        "wrong meshes": run_wrong_meshes,
+        "fsdp uneven": partial(compare, name="uneven", count=2, norm=NORM, wrap=wrap_fsdp),
+        "other shapes": partial(run_other_shapes, wrap=wrap_ddp),
+        "fsdp other shapes": partial(run_other_shapes, wrap=wrap_fsdp),
+        "fsdp gradients": run_sharded_gradients,
+        "fsdp refused": run_refused,
+        "explained": run_explained,
         "no sync": run_no_sync,
         "unused": run_unused,
-        "fsdp": fsdp,
-        "failure": run_failure,
+        **{
+            f"fsdp {name} {count} {norm}": partial(compare, name=name, count=count, norm=norm, wrap=wrap_fsdp)
+            for name, count, norm in SHARDED_CASES
+        },
+        "failure": partial(run_failure, is_sharded=False),
+        "fsdp failure": partial(run_failure, is_sharded=True),
     }
 }
 """By the number of ranks that run them; what leaves a process group behind that is of no use is last."""

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.session.step.split import Split, Weigh
@@ -24,6 +25,7 @@ class StepSettings:
     split: Split
     weigh: Weigh | None
     keep_gradients: bool
+    mesh: DeviceMesh | None
     options: Mapping[str, Any]
 
 

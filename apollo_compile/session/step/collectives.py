@@ -1,6 +1,6 @@
-"""Mean of gradients over the ranks of a model in DistributedDataParallel.
+"""Mean of gradients over the ranks of a model: in DistributedDataParallel, under FSDP2, or with a mesh of ranks.
 
-    find_data_parallel(model) -> DataParallel, or why gradients are left to the wrapper
+    find_data_parallel(model, mesh) -> DataParallel, or why gradients are left to the wrapper
     DataParallel.average(propose)      after the loop: averages `.grad`, bucket by bucket
     DataParallel.averages              the same for a program, with a segment for every bucket
 
@@ -10,6 +10,10 @@ Note [collectives of a step]
     them once, in the first step, and loops and programs average the same buckets in the same order. A loop does so
     after its last backward, a program as soon as the gradients of a bucket are final. Micro-batches are summed before,
     and communicate once.
+
+    Under FSDP2 a bucket is one collective for parameters, too: before its first forward, a step gathers buckets in the
+    opposite order, which is about that of the forward, and its gradients are averaged into shards. Clipping adds the
+    squares of norms up over the ranks. Loops and programs do the same, in the same order.
 
     Buckets are in the order in which their gradients can be final at the earliest, if everything that does not depend
     on each other runs at once: the last layers of several towers come first. As with DDP, the order is that of the
@@ -22,16 +26,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from apollo_compile.cost_model.collectives import Link, all_reduce_seconds
+from apollo_compile.cost_model.collectives import GLOO, Link, all_reduce_seconds, reduce_scatter_seconds
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks, find_ranks
 from apollo_compile.errors import TargetError, UnsupportedGraphError
@@ -41,14 +49,18 @@ from apollo_compile.observe import StageRunner
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.torch_bridge.data_parallel import (
-    broadcast_buffers,
+    Replicas,
     is_sharded,
-    is_syncing,
     reason_against,
-    reduced_parameters,
-    without_reducer,
+    reason_for_reducer,
+    replicas_of,
+    replicas_on,
 )
+from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from apollo_compile.torch_bridge.sharded import ShardedModel
 
 _LEAST_BYTES = 2**20
 """Size at which a bucket is full, if that is below DDP's `bucket_cap_mb`: a smaller one takes almost as long."""
@@ -69,14 +81,21 @@ class Averages:
 
     buckets: Sequence[Sequence[torch.Tensor]]
     """Parameters by bucket, in the order of the collectives."""
-    average: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-    """Returns the means of gradients."""
+    average: Callable[[Sequence[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]]
+    """Returns the means of the gradients of a bucket; of sharded parameters, this rank's parts."""
     ranks: int
     link: Link
+    sharded: ShardedModel | None = None
+    """What gathers parameters; None where every rank has them whole."""
+    gathers: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    """Whole parameters by name of the collective that gathers them, in the order of these."""
+    total_norm: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm
+    """Returns the norm of all gradients, given those of this rank's."""
 
     def duration_ns(self, num_bytes: int) -> int:
-        """Return the predicted time of `average` for gradients of so many bytes."""
-        return max(1, round(NS_PER_S * all_reduce_seconds(num_bytes, self.ranks, self.link)))
+        """Return the predicted time of a collective in which so many bytes are averaged or gathered."""
+        seconds = all_reduce_seconds if self.sharded is None else reduce_scatter_seconds
+        return max(1, round(NS_PER_S * seconds(num_bytes, self.ranks, self.link)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +106,13 @@ class _Buckets:
 class DataParallel:
     """The ranks that average the gradients of one step."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._wrapped = model
-        self.model = without_reducer(model)
+    def __init__(self, replicas: Replicas | ShardedModel) -> None:
+        self._replicas = replicas
+        self.model = replicas.model
         """What the loss function is called with."""
         self.ranks = find_ranks()
-        self._group: dist.ProcessGroup = model.process_group
-        self._parameters = reduced_parameters(model)
+        self._group = replicas.group
+        self._parameters = [each for each in replicas.parameters if each.requires_grad]
         self._averages: Averages | None = None
 
     @property
@@ -105,12 +124,19 @@ class DataParallel:
     @property
     def is_syncing(self) -> bool:
         """Whether steps average gradients: False inside of `no_sync`."""
-        return is_syncing(self._wrapped)
+        return self._replicas.is_syncing()
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Return the `with` in which steps are taken."""
+        return nullcontext()
 
     def begin_step(self) -> None:
         """Copy the buffers of rank 0, as the first forward of a step does."""
         if self.is_syncing:
-            broadcast_buffers(self._wrapped)
+            self._replicas.broadcast_buffers()
+
+    def begin_loop(self) -> None:
+        """Gather what a loop needs, and a program gathers itself."""
 
     def average(self, propose: Propose) -> None:
         """Replace the gradients in `.grad` by their means.
@@ -124,34 +150,60 @@ class DataParallel:
         """
         if not self.is_syncing:
             return
-        missing = [name for name, each in self._wrapped.named_parameters() if each.requires_grad and each.grad is None]
+        missing = [name for name, each in self.model.named_parameters() if each.requires_grad and each.grad is None]
         if missing:
             raise TargetError(
                 f"cannot average gradients over ranks: {', '.join(missing[:3])} got none in this step; expected one "
-                "for every parameter; freeze the others, or wrap the model with find_unused_parameters=True"
+                "for every parameter; freeze the others, or use DistributedDataParallel with "
+                "find_unused_parameters=True"
             )
         if self._averages is None:
-            self._averages = Averages(
-                buckets=[[self._parameters[index] for index in bucket] for bucket in self._settle_buckets(propose)],
-                average=self._average,
-                ranks=self._group.size(),
-                link=self._measure_link(),
-            )
+            buckets = [[self._parameters[index] for index in bucket] for bucket in self._settle_buckets(propose)]
+            self._averages = self._make_averages(buckets, self._measure_link())
         for bucket in self._averages.buckets:
             gradients = [each.grad for each in bucket if each.grad is not None]
-            torch._foreach_copy_(gradients, self._average(gradients))
+            self._leave(bucket, self._average(bucket, gradients))
 
-    def _average(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    def clip(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
+        """Clip the gradients that `average` has left to a norm of all of them together."""
+        torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> StepInParts:
+        """Return what steps parameters inside of a program."""
+        return StepInParts(optimizer)
+
+    def _make_averages(self, buckets: Sequence[Sequence[torch.Tensor]], link: Link) -> Averages:
+        return Averages(buckets=buckets, average=self._average, ranks=self._group.size(), link=link)
+
+    def _leave(self, bucket: Sequence[torch.Tensor], means: list[torch.Tensor]) -> None:
+        """Leave means where a loop has left the gradients of a bucket."""
+        torch._foreach_copy_([each.grad for each in bucket if each.grad is not None], means)
+
+    def _average(self, bucket: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the means of gradients, which share memory."""
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._group.size())
         dist.all_reduce(flat, group=self._group)
         pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
         return [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
 
+    def predict(self, order: Sequence[torch.Tensor]) -> Averages:
+        """Return buckets that this rank would propose, with an assumed link; nothing is sent.
+
+        Arguments:
+            order: copies of the parameters, in the order in which their gradients are final.
+        """
+        filled = fill_buckets(range(len(order)), order, self._least_bytes)
+        return self._make_averages([[order[index] for index in bucket] for bucket in filled], GLOO)
+
+    @property
+    def _least_bytes(self) -> int:
+        """Size at which a bucket is full."""
+        total = sum(each.nbytes for each in self._parameters)
+        return min(self._replicas.bucket_bytes_cap, max(_LEAST_BYTES, total // _MOST_BUCKETS))
+
     def _settle_buckets(self, propose: Propose) -> Sequence[Sequence[int]]:
         """Return parameters by bucket, by their index, as the first rank to arrive proposes."""
-        parameters, cap = self._parameters, self._wrapped.bucket_bytes_cap
-        least = min(cap, max(_LEAST_BYTES, sum(each.nbytes for each in parameters) // _MOST_BUCKETS))
+        parameters, least = self._parameters, self._least_bytes
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         try:
             order = [index_of[id(parameter)] for parameter in propose() if id(parameter) in index_of]
@@ -181,33 +233,134 @@ class DataParallel:
         ranks = self._group.size()
         if ranks == 1:
             return Link(latency=0.0, bandwidth=1e12)
-        small, large = (self._time(torch.zeros(count)) for count in (1, _PROBE_BYTES // 4))
-        rounds = 2 * (ranks - 1)
+        small, large = (self._time(torch.zeros(count)) for count in (ranks, _PROBE_BYTES // 4 // ranks * ranks))
+        rounds = self._rounds * (ranks - 1)
         return Link(latency=small / rounds, bandwidth=rounds * _PROBE_BYTES / ranks / max(large - small, 1e-6))
+
+    _rounds = 2
+    """Of a ring, for the mean of gradients: over how many others their pieces go."""
+
+    def _probe(self, gradient: torch.Tensor) -> None:
+        """Do what `average` does for one gradient."""
+        self._average((), [gradient])
 
     def _time(self, gradient: torch.Tensor) -> float:
         """Return the seconds that the mean of a gradient takes, the least of a few."""
         seconds = []
-        self._average([gradient])  # the ranks arrive
+        self._probe(gradient)  # the ranks arrive
         for _ in range(_NUM_PROBES):
             begin = time.perf_counter()
-            self._average([gradient])
+            self._probe(gradient)
             seconds.append(time.perf_counter() - begin)
         return min(seconds)
 
 
-def find_data_parallel(model: nn.Module) -> DataParallel | str | None:
-    """Return what averages the gradients of a model; why the wrapper has to; or None if it has no wrapper.
+class ShardedDataParallel(DataParallel):
+    """The ranks that gather the parameters of one step, and average its gradients into shards."""
 
-    A wrapper is DistributedDataParallel or FSDP2's `fully_shard`.
+    def __init__(self, sharded: ShardedModel) -> None:
+        super().__init__(sharded)
+        self._sharded = sharded
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Return a `with` in which the model has whole parameters."""
+        return self._sharded.opened()
+
+    def begin_loop(self) -> None:
+        """Gather all parameters; in the first step, when nothing is settled, in one bucket for each dtype."""
+        if self._averages is None:
+            everything = self._sharded.parameters
+            dtypes = fill_buckets(range(len(everything)), everything, sys.maxsize)
+            buckets: Iterable[Sequence[torch.Tensor]] = [[everything[index] for index in bucket] for bucket in dtypes]
+        else:
+            buckets = self._averages.gathers.values()
+        for bucket in buckets:
+            self._sharded.fill(bucket)
+
+    def clip(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
+        """Clip the gradients that `average` has left to a norm of all of them on all ranks together."""
+        with torch.no_grad():
+            gradients = self._sharded.local_gradients(parameters)
+            if gradients:
+                total = self._total_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
+                torch._foreach_mul_(gradients, torch.clamp(limit / (total + 1e-6), max=1.0))
+
+    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> StepInParts:
+        """Return what steps shards inside of a program."""
+        return self._sharded.step_in_parts(optimizer)
+
+    def _make_averages(self, buckets: Sequence[Sequence[torch.Tensor]], link: Link) -> Averages:
+        frozen = [each for each in self._sharded.parameters if not each.requires_grad]
+        frozen_buckets = fill_buckets(range(len(frozen)), frozen, sys.maxsize)
+        gathers: dict[str, Sequence[torch.Tensor]] = {}
+        gathers |= {f"frozen{number}": [frozen[i] for i in bucket] for number, bucket in enumerate(frozen_buckets)}
+        gathers |= {f"bucket{number}": buckets[number] for number in reversed(range(len(buckets)))}
+        return Averages(
+            buckets=buckets,
+            average=self._average,
+            ranks=self._group.size(),
+            link=link,
+            sharded=self._sharded,
+            gathers=gathers,
+            total_norm=self._total_norm,
+        )
+
+    def _average(self, bucket: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._sharded.scatter(bucket, gradients)
+
+    def _leave(self, bucket: Sequence[torch.Tensor], means: list[torch.Tensor]) -> None:
+        for whole in bucket:
+            whole.grad = None
+        self._sharded.leave(bucket, means)
+
+    def _total_norm(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return the norm of all shards; those of this rank have these norms."""
+        total: torch.Tensor = torch.linalg.vector_norm(norms).square()
+        dist.all_reduce(total, group=self._group)
+        return total.sqrt()
+
+    _rounds = 1
+
+    def _probe(self, gradient: torch.Tensor) -> None:
+        self._sharded.probe(gradient)
+
+
+def find_data_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> DataParallel | str | None:
+    """Return what averages the gradients of a model; why its wrapper has to; or None if nobody averages them.
+
+    Arguments:
+        model: the module that is trained. A wrapper is DistributedDataParallel or FSDP2's `fully_shard`.
+        mesh: ranks that average the gradients of a module without a wrapper. Parameters of its first one are copied.
+
+    Raises:
+        TargetError: a mesh is given and has several dimensions, or gradients cannot be averaged over it.
     """
+    if mesh is not None:
+        _check_mesh(model, mesh)
     if find_ranks().is_alone:
         return None
+    if mesh is not None:
+        return DataParallel(replicas_on(model, mesh.get_group()))
     if is_sharded(model):
-        return "hooks of FSDP2 gather parameters and scatter gradients, which only its own forward and backward call"
+        from apollo_compile.torch_bridge.sharded import ShardedModel, reason_for_hooks  # FSDP2 is slow to import
+
+        return reason_for_hooks(model) or ShardedDataParallel(ShardedModel(model))
     if not isinstance(model, DistributedDataParallel):
         return None
-    return reason_against(model) or DataParallel(model)
+    return reason_for_reducer(model) or DataParallel(replicas_of(model))
+
+
+def _check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise TargetError(
+            f"mesh has {mesh.ndim} dimensions; expected one, over which gradients are averaged, such as "
+            f"mesh[{(mesh.mesh_dim_names or ('data',))[0]!r}]"
+        )
+    reason = reason_against(model)
+    if is_sharded(model) or isinstance(model, DistributedDataParallel):
+        reason = "its wrapper has ranks of its own"
+    if reason is not None:
+        raise TargetError(f"cannot average gradients of a {type(model).__name__} over a mesh: {reason}")
 
 
 def fill_buckets(order: Sequence[int], parameters: Sequence[torch.Tensor], least_bytes: int) -> list[list[int]]:

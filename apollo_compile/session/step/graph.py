@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,6 +44,9 @@ from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.private_attributes import TANGENT
+
+if TYPE_CHECKING:
+    from apollo_compile.torch_bridge.sharded import ShardedModel
 
 _NOTHING_SHARED = SharedInputs()
 
@@ -93,11 +98,13 @@ def compose_micro_batches(
     Raises:
         UnsupportedGraphError: ranks average gradients of other parameters than those that get some here.
     """
-    wiring = _Wiring(micro, num_micro_batches, shared_inputs)
+    wiring = _Wiring(micro, num_micro_batches, shared_inputs, None if averages is None else averages.sharded)
+    if averages is not None:
+        wiring.gather_parameters(averages)
     wiring.add_micro_batches()
     if averages is not None:
         wiring.average_gradients(averages)
-    wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
+    wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters, averages)
     kept = [place for place, parameter in micro.parameters.items() if is_kept(parameter)]
     graph = compose_step(
         name,
@@ -154,8 +161,17 @@ def step_name(name: str, num_micro_batches: int) -> str:
 class _Wiring:
     """Builds the calls of a step, with names for all values that go from one to the other."""
 
-    def __init__(self, micro: MicroBatchGraphs, num_micro_batches: int, shared_inputs: SharedInputs) -> None:
+    def __init__(
+        self,
+        micro: MicroBatchGraphs,
+        num_micro_batches: int,
+        shared_inputs: SharedInputs,
+        sharded: ShardedModel | None,
+    ) -> None:
         self._micro = micro
+        sizes = {} if sharded is None else {p: sharded.shard_bytes(tensor) for p, tensor in micro.state.items()}
+        self._local_bytes = {place: size for place, size in sizes.items() if size}
+        """Bytes of this rank's parts of parameters that the step gathers, by place."""
         self._count = num_micro_batches
         self._shared = shared_inputs.shared
         forward, backward = micro.forward.graph, micro.backward.graph
@@ -185,11 +201,15 @@ class _Wiring:
         """Names of what the step takes: state, inputs that all micro-batches share, those of each, and weights."""
         micro, parts, shared = self._micro, range(self._count), sorted(self._shared)
         return [
-            *(f"state {place}" for place in micro.state),
+            *(self._name_of_stored(place) for place in micro.state),
             *(f"input {place}" for place in shared),
             *(f"input {place}@{part}" for part in parts for place in self._own_places),
             *(f"weight@{part}" for part in parts),
         ]
+
+    def _name_of_stored(self, place: int) -> str:
+        """Return what a tensor of the model is called as it is stored between steps."""
+        return f"shard {place}" if place in self._local_bytes else f"state {place}"
 
     def add_micro_batches(self) -> None:
         """Add the forward and the backward of every micro-batch, and the sums of their gradients."""
@@ -203,6 +223,23 @@ class _Wiring:
                 earlier, later = ([each[place] for place in group.sizes] for each in (self.gradients, made))
                 self._replace_gradients(group, adder, [*earlier, *later], label=f"@{part}")
 
+    def gather_parameters(self, averages: Averages) -> None:
+        """Add what makes whole parameters of shards: Note [collectives of a step] in `collectives.py`."""
+        place_of = {id(each): place for place, each in self._micro.state.items()}
+        written = self._micro.forward.contract.written_inputs or frozenset()
+        for name, bucket in averages.gathers.items():
+            places = [place_of.get(id(whole), -1) for whole in bucket]
+            if -1 in places:
+                raise UnsupportedGraphError("the loss function does not use a parameter that the ranks gather")
+            if not written.isdisjoint(places):
+                raise UnsupportedGraphError("the loss function writes to a parameter that the ranks gather")
+            assert averages.sharded is not None
+            group = Group(name=name, module="", sizes={place: self._local_bytes[place] for place in places})
+            gather = partial(averages.sharded.gather, bucket)
+            added = self._add_graph(segments.communicate(group, "gather", [whole.nbytes for whole in bucket], gather))
+            stored, made = ([f"{kind} {place}" for place in places] for kind in ("shard", "state"))
+            self._call(added, stored, made, phase=Phase.FORWARD)
+
     def average_gradients(self, averages: Averages) -> None:
         """Add the means over all ranks, bucket by bucket: Note [collectives of a step] in `collectives.py`."""
         place_of = {id(parameter): place for place, parameter in self._micro.parameters.items()}
@@ -212,11 +249,21 @@ class _Wiring:
         for number, bucket in enumerate(averages.buckets):
             places = [place_of[id(parameter)] for parameter in bucket]
             group = Group(name=f"bucket{number}", module="", sizes={place: sizes[place] for place in places})
-            segment = self._add_graph(segments.average_gradients(group, averages.average))
+            makes = [self._local_bytes.get(place, sizes[place]) for place in places]
+            average = partial(averages.average, bucket)
+            segment = self._add_graph(segments.communicate(group, "mean", makes, average))
             self._replace_gradients(group, segment, [self.gradients[place] for place in places])
+        self._groups = [
+            replace(group, sizes={place: self._local_bytes.get(place, size) for place, size in group.sizes.items()})
+            for group in self._groups
+        ]
 
     def finish_gradients(
-        self, optimizer: StepInParts | None, limit: float | None, parameter_order: Sequence[torch.Tensor]
+        self,
+        optimizer: StepInParts | None,
+        limit: float | None,
+        parameter_order: Sequence[torch.Tensor],
+        averages: Averages | None,
     ) -> None:
         """Add what happens to gradients when they are final: clipping and the optimizer."""
         parameters = self._micro.parameters
@@ -229,16 +276,18 @@ class _Wiring:
             place_of = {id(parameter): place for place, parameter in parameters.items()}
             order = [place_of[id(each)] for each in parameter_order if id(each) in place_of]
             factor = ["factor"]
-            self._call(
-                self._add_graph(segments.limit_gradients(self._groups, order, limit, self._micro.device)), norms, factor
+            of_shards = {} if not self._local_bytes or averages is None else {"total_norm": averages.total_norm}
+            clip = segments.limit_gradients(
+                self._groups, order, limit, self._micro.device, **of_shards, communicates=bool(of_shards)
             )
+            self._call(self._add_graph(clip), norms, factor)
         if optimizer is None and limit is None:
             return
         for group in self._groups:
             update = self._add_graph(
                 segments.update_parameters(group, parameters, optimizer, is_clipped=limit is not None)
             )
-            owners = [] if optimizer is None else [f"state {place}" for place in group.sizes]
+            owners = [] if optimizer is None else [self._name_of_stored(place) for place in group.sizes]
             taken = [*owners, *(self.gradients[place] for place in group.sizes), *factor]
             if limit is None:
                 self._call(update, taken, [], writes=owners)
@@ -278,12 +327,19 @@ class _Wiring:
         self.gradients.update(after)
 
     def _call(
-        self, graph: int, takes: Sequence[str], makes: Sequence[str], *, writes: Sequence[str] = (), label: str = ""
+        self,
+        graph: int,
+        takes: Sequence[str],
+        makes: Sequence[str],
+        *,
+        writes: Sequence[str] = (),
+        label: str = "",
+        phase: Phase = Phase.UPDATE,
     ) -> None:
         self.calls.append(
             Call(
                 graph=graph,
-                phase=Phase.UPDATE,
+                phase=phase,
                 label=label,
                 takes=tuple(takes),
                 makes=tuple(makes),
@@ -350,7 +406,10 @@ def _add_collectives(observed: Observations, graph: SegmentGraph, averages: Aver
     entries = list(observed.entries)
     for segment in graph.segments:
         if segment.has_collective:
-            num_bytes = sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs)
+            takes, makes = (
+                sum(graph.buffers[buffer].num_bytes for buffer in each) for each in (segment.inputs, segment.outputs)
+            )
+            num_bytes = max(takes, makes)  # where one of them is of shards, it is the other that moves
             median_ns = averages.duration_ns(num_bytes)
             entries += [
                 Observation(body=segment.body, units=count, count=1, median_ns=median_ns) for count in (0, units)

@@ -205,6 +205,8 @@ class Linker:
         if reason is not None:
             _logger.info("%s: the optimizer steps after the program: %s", name, reason)
             return None
+        if self._data_parallel is not None:
+            return self._data_parallel.step_in_parts(self._optimizer)
         if not is_replayed:
             return StepInParts(self._optimizer)
         return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)

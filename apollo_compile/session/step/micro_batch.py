@@ -141,7 +141,10 @@ def _check_communication(model: CompiledModel, averages_gradients: bool) -> None
         UnsupportedGraphError: nobody averages them, or the loss function communicates too.
     """
     if not averages_gradients:
-        raise UnsupportedGraphError("there are several processes, and the model is not in DistributedDataParallel")
+        raise UnsupportedGraphError(
+            "there are several processes, and nobody averages gradients: expected a model in DistributedDataParallel, "
+            "under FSDP2, or a mesh"
+        )
     if any(each.has_collective for graph in model.graphs for each in graph.compilation.partition.graph.segments):
         raise UnsupportedGraphError(f"{model.name} communicates with other ranks")
 

@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from apollo_compile.config import Config
-from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.errors import TargetError, UnsupportedGraphError
 from apollo_compile.ir import Role
 from apollo_compile.session.dry_run import trace
+from apollo_compile.session.step.collectives import find_data_parallel, order_of_gradients
 from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import GraphCode, join_graphs
 from apollo_compile.session.step.returned import KEEPS_TENSORS, detach_others
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
+from apollo_compile.torch_bridge.data_parallel import is_sharded, without_reducer
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
 from apollo_compile.torch_bridge.optimizers import StepInParts
 
@@ -36,18 +39,27 @@ def predict_step(
 
     Raises:
         UnsupportedGraphError: it can only run as a loop, with the reason.
-        TargetError: the model or its inputs cannot be copied, or Dynamo finds nothing to compile.
+        TargetError: the model or its inputs cannot be copied, its parameters are in shards, or Dynamo finds nothing to
+            compile.
         InfeasiblePlanError: no plan meets the memory quota.
     """
-    try:
-        dry_run = trace(
-            model,
-            ((parts[0],), {}),
-            config,
-            profile,
-            uses=lambda copied: lambda part: detach_others(loss_fn(copied, part)),
-            fullgraph=True,
+    if is_sharded(model):
+        raise TargetError(
+            "cannot plan steps of a model under FSDP2 before they run, since its parameters are in shards; expected "
+            "the module as it is before fully_shard"
         )
+    data_parallel = find_data_parallel(model)
+    if isinstance(data_parallel, str):
+        raise UnsupportedGraphError(data_parallel)
+    wrapper = model if isinstance(model, DistributedDataParallel) else None
+
+    def uses(copied: nn.Module) -> Callable[[Any], Any]:
+        called = copied if wrapper is None else without_reducer(wrapper, copied)
+        return lambda part: detach_others(loss_fn(called, part))
+
+    try:
+        module = model if wrapper is None else wrapper.module
+        dry_run = trace(module, ((parts[0],), {}), config, profile, uses=uses, fullgraph=True)
     except Exception as error:
         problem = problem_of(error)
         if problem is None or is_of_user(error):
@@ -76,6 +88,7 @@ def predict_step(
         len(parts),
         name=step_name(name, len(parts)),
         optimizer=StepInParts(optimizer) if optimizer is not None and steps_inside else None,
+        averages=None if data_parallel is None else data_parallel.predict(order_of_gradients(micro)),
         clip_grad_norm=clip_grad_norm,
         model_parameters=list(micro.parameters.values()),
         is_kept=lambda parameter: keep_gradients or not steps_inside,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.private_attributes import have_gradient_hooks
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep
 from apollo_compile.torch_bridge.storages import WrittenMemory
+
+if TYPE_CHECKING:
+    from apollo_compile.torch_bridge.sharded import ShardedModel
 
 SHARED_MEMORY = "a parameter that the optimizer steps shares memory with another input of the loss function"
 
@@ -74,6 +78,11 @@ class StepProgram:
         return self.variants.compilation.capture.name
 
     @property
+    def _sharded(self) -> ShardedModel | None:
+        """What the parameters are shards of."""
+        return None if self.step.averages is None else self.step.averages.sharded
+
+    @property
     def parameters(self) -> Sequence[torch.Tensor]:
         """Parameters that get gradients."""
         return list(self.micro.parameters.values())
@@ -92,10 +101,13 @@ class StepProgram:
                 return "the optimizer does not step some parameters any more"
         if any(other.grad is not None for other in self._others):
             return "gradients are clipped, and a parameter that gets none in this step has one"
-        if have_gradient_hooks(self.parameters):
+        parameters = self.parameters
+        if self._sharded is not None:
+            parameters = [*parameters, *map(self._sharded.owner_of, parameters)]
+        if have_gradient_hooks(parameters):
             return "a gradient has hooks"
         are_all_needed = self.is_clipped or self.step.averages is not None
-        for parameter in self.parameters:
+        for parameter in parameters:
             if parameter.grad is not None:
                 if are_all_needed or (self.optimizer is not None and self.optimizer.has(parameter)):
                     return "gradients are there already that clipping, other ranks or the optimizer have to know of"
@@ -120,7 +132,18 @@ class StepProgram:
     def _sort(self, inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what all micro-batches share, and what each has for itself."""
         shared = [inputs[0][place] for place in (*self.micro.state, *self._shared)]
-        return shared, [each[place] for each in inputs for place in self._own]
+        return self._stored(shared), [each[place] for each in inputs for place in self._own]
+
+    def _stored(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what this rank stores of tensors: its parts of sharded parameters."""
+        return list(tensors if self._sharded is None else map(self._sharded.local_of, tensors))
+
+    def leave_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Leave the gradients of the parameters `kept` in `.grad`, added to what is there."""
+        if self._sharded is None:
+            leave_gradients(self.kept, gradients)
+        else:
+            self._sharded.leave(self.kept, gradients)
 
     def find_differing(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[int]:
         """Return places of inputs that should be the same for all micro-batches, and are not."""
@@ -160,10 +183,11 @@ class StepProgram:
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self._run_variant(given)
+            stored = self._stored(self.kept)
             made = [gradient for gradient in outputs[num_returned:] if gradient is not None]
             if variant not in self._copied:
-                self._copied[variant] = find_shared(made, self.kept, taken)
-            return outputs[:num_returned], own_gradients(made, self.kept, self._copied[variant])
+                self._copied[variant] = find_shared(made, stored, taken)
+            return outputs[:num_returned], own_gradients(made, stored, self._copied[variant])
 
     def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the current variant; an error says which parameters had been updated."""

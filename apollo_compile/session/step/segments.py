@@ -82,10 +82,12 @@ def add_gradients(group: Group) -> OneSegment:
     return _one_segment(group, "sum", takes=2 * sizes, makes=sizes, flops=sum(sizes) // 4, body=add)
 
 
-def average_gradients(group: Group, average: _Function) -> OneSegment:
-    """Average gradients over the ranks: takes them and makes the means, with one collective in `average`."""
-    sizes = tuple(group.sizes.values())
-    return _one_segment(group, "mean", takes=sizes, makes=sizes, flops=sum(sizes) // 4, body=average, communicates=True)
+def communicate(group: Group, what: str, makes: Sequence[int], collective: _Function) -> OneSegment:
+    """Run one collective over the ranks: takes tensors of the sizes of a group, and makes some of other sizes."""
+    takes = tuple(group.sizes.values())
+    return _one_segment(
+        group, what, takes=takes, makes=makes, flops=sum(takes) // 4, body=collective, communicates=True
+    )
 
 
 def measure_gradients(group: Group) -> OneSegment:
@@ -97,7 +99,13 @@ def measure_gradients(group: Group) -> OneSegment:
 
 
 def limit_gradients(
-    groups: Sequence[Group], order: Sequence[int], limit: float, device: torch.device | None = None
+    groups: Sequence[Group],
+    order: Sequence[int],
+    limit: float,
+    device: torch.device | None = None,
+    *,
+    total_norm: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
+    communicates: bool = False,
 ) -> OneSegment:
     """Find by how much gradients are scaled: takes the norms of all groups and makes the factor, at most 1.
 
@@ -106,17 +114,27 @@ def limit_gradients(
         order: places of the parameters, in the order in which norms are added up.
         limit: largest norm of all gradients together.
         device: where the gradients are; None is the CPU.
+        total_norm: returns the norm of all gradients, given that of each.
+        communicates: whether it does so by a collective.
     """
     taken = [place for group in groups for place in group.sizes]
     index = torch.tensor([taken.index(place) for place in order], device=device)
 
     def find_factor(norms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        total = torch.linalg.vector_norm(torch.cat(norms)[index])
+        total = total_norm(torch.cat(norms)[index])
         return [torch.clamp(limit / (total + 1e-6), max=1.0)]
 
     everything = Group(name="gradients", module="", sizes={})
     takes = tuple(_NORM_BYTES * len(group.sizes) for group in groups)
-    return _one_segment(everything, "clip", takes=takes, makes=(_NORM_BYTES,), flops=len(taken), body=find_factor)
+    return _one_segment(
+        everything,
+        "clip",
+        takes=takes,
+        makes=(_NORM_BYTES,),
+        flops=len(taken),
+        body=find_factor,
+        communicates=communicates,
+    )
 
 
 def update_parameters(
@@ -135,7 +153,7 @@ def update_parameters(
         if is_clipped:
             gradients = _scale(gradients, taken[-1])
         # A capture is rehearsed with copies of what is written to, and a step of the optimizer has no copy.
-        is_rehearsed = optimizer is not None and taken[0].data_ptr() != owners[0].data_ptr()
+        is_rehearsed = optimizer is not None and not optimizer.is_at(owners[0], taken[0])
         if optimizer is not None and not is_rehearsed:
             optimizer.step(owners, gradients)
         return gradients if is_clipped else []

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ from apollo_compile.session.step.collectives import DataParallel, find_data_para
 from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction
 from apollo_compile.session.step.notes import LossGraph, Noted
-from apollo_compile.session.step.program import StepProgram, leave_gradients
+from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.returned import Outputs, detach_others, loss_in, weighted_sum
 from apollo_compile.session.step.split import weigh_parts
 from apollo_compile.session.step.traced import TracedStep, add_gradients, make_traced_step
@@ -62,7 +63,7 @@ class Step:
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._settings = settings
-        found = find_data_parallel(model)
+        found = find_data_parallel(model, settings.mesh)
         self._data_parallel = found if isinstance(found, DataParallel) else None
         called = model if self._data_parallel is None else self._data_parallel.model
         self._linker = Linker(
@@ -92,7 +93,8 @@ class Step:
         parts = list(settings.split(batch, settings.microbatches))
         weights = weigh_parts(parts, settings.weigh)
         self._outputs = Outputs()  # which may be large, and are those of no step if this one fails
-        self._outputs = Outputs(self._take(parts, weights), weights)
+        with nullcontext() if self._data_parallel is None else self._data_parallel.opened():
+            self._outputs = Outputs(self._take(parts, weights), weights)
         if self._optimizer is not None and not settings.keep_gradients:
             self._optimizer.zero_grad()
         loss: torch.Tensor = weighted_sum([loss_in(each) for each in self._outputs.returned], weights)
@@ -159,7 +161,6 @@ class Step:
         if self._data_parallel is not None:
             self._data_parallel.begin_step()
             if not self._data_parallel.is_syncing:  # the user adds up the gradients of several steps
-                self._loss.notes.begin_loop(self._num_steps, len(parts))
                 return self._run_loop(parts, weights)
         key, expected = self._loss.note_step(parts)
         tuner = None if expected is None else expected.outcomes.get(len(parts))
@@ -175,7 +176,6 @@ class Step:
             if variant is not Variant.LOOP:
                 tuner.spoil()
         begin = time.perf_counter_ns()
-        self._loss.notes.begin_loop(self._num_steps, len(parts))
         returned = self._run_loop(parts, weights)
         graph = self._loss.notes.latest
         if graph is None or key is None:  # micro-batches that are not alike have no program
@@ -194,8 +194,7 @@ class Step:
         if variant is Variant.LOOP:
             return None
         program = tuner.program
-        reason = program.reason_for_loop()
-        if reason is not None:
+        if (reason := program.reason_for_loop()) is not None:
             tuner.hold_back(reason)
             return None
         found = self._note_inputs(parts, tuner, graph)
@@ -219,7 +218,7 @@ class Step:
         for placeholder, output in zip(placeholders, outputs, strict=True):  # the loss function may have kept it, too
             placeholder.set_(output)  # type: ignore[call-overload]
         tuner.held_back = None
-        leave_gradients(program.kept, gradients)
+        program.leave_gradients(gradients)
         if program.optimizer is None and self._optimizer is not None:
             self._optimizer.step()
         return returned
@@ -265,6 +264,9 @@ class Step:
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
         returned: Sequence[Any] | None
+        self._loss.notes.begin_loop(self._num_steps, len(parts))
+        if self._data_parallel is not None:
+            self._data_parallel.begin_loop()
         try:
             returned = add_gradients(self._loss.compute, parts, weights)
         except torch.OutOfMemoryError:
@@ -282,8 +284,9 @@ class Step:
         """Average gradients over ranks, clip them and step the optimizer."""
         if self._data_parallel is not None:
             self._data_parallel.average(lambda: self._linker.order_of_gradients(self._loss.notes.latest))
+        clip = torch.nn.utils.clip_grad_norm_ if self._data_parallel is None else self._data_parallel.clip
         if self._settings.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip_grad_norm)
+            clip(self._model.parameters(), self._settings.clip_grad_norm)
         if self._optimizer is not None:
             if not self._has_stepped:  # its state stays; in the place of activations it would keep the rest of theirs
                 torch.cuda.empty_cache()

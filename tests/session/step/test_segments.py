@@ -11,7 +11,7 @@ from apollo_compile.session.step.segments import (
     Group,
     OneSegment,
     add_gradients,
-    average_gradients,
+    communicate,
     limit_gradients,
     measure_gradients,
     update_parameters,
@@ -48,10 +48,10 @@ def test_sums_are_those_of_autograd(group: Group) -> None:
     assert all(torch.equal(m, earlier[p] + later[p]) for m, p in zip(made, group.sizes, strict=True))
 
 
-def test_a_mean_over_ranks_is_a_collective() -> None:
-    """The planner puts it on the lane of the network."""
+def test_a_collective_runs_on_the_network() -> None:
+    """The planner puts it on a lane without units; what it makes may have other sizes, as shards have."""
     gradients = gradients_of(0)
-    segment = average_gradients(GROUPS[0], lambda taken: [each / 2 for each in taken])
+    segment = communicate(GROUPS[0], "mean", [4, 24], lambda taken: [taken[0] / 2, taken[1][:, :2] / 2])
     assert [each.has_collective for each in segment.graph.segments] == [True]
     assert torch.equal(run(segment, gradients[2], gradients[0])[0], gradients[2] / 2)
 
