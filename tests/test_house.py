@@ -269,7 +269,7 @@ BUDGETS = {
     "distributed": 5_000,
     "ir": 1_900,
     "operators": 1_250,
-    "passes": 2_900,
+    "passes": 2_950,
     "planner": 3_950,
     "reports": 3_050,
     "session": 6_250,

@@ -65,6 +65,8 @@ class Operator:
     """Whether it waits for a collective."""
     takes_part: bool = False
     """Whether it is a view of a part of its input, at a place that its arguments say."""
+    puts_part: bool = False
+    """Whether it is its first input with one part replaced, at a place that its arguments say."""
 
 
 def view(*, takes_part: bool = False) -> Operator:
@@ -111,9 +113,9 @@ def reduction(flops: int, *, is_fusible: bool = True) -> Operator:
     return Operator(kind=WorkKind.REDUCTION, flops=formulas.per_input(flops), is_fusible=is_fusible)
 
 
-def copy(read: Formula = formulas.all_inputs, *, is_fusible: bool = True) -> Operator:
+def copy(read: Formula = formulas.all_inputs, *, is_fusible: bool = True, puts_part: bool = False) -> Operator:
     """Return the entry of an operator that only moves elements."""
-    return Operator(kind=WorkKind.COPY, read=read, is_fusible=is_fusible)
+    return Operator(kind=WorkKind.COPY, read=read, is_fusible=is_fusible, puts_part=puts_part)
 
 
 def gather(flops: int = 0, read: Formula = formulas.all_inputs, *, is_fusible: bool = True) -> Operator:

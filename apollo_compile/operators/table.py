@@ -193,9 +193,10 @@ _ROWS: tuple[tuple[str, Operator, str], ...] = (
         copy(),
         "as_strided_copy as_strided_scatter cat clone constant_pad_nd contiguous diagonal_copy diagonal_scatter "
         "expand_copy flip im2col lift_fresh_copy pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d "
-        "reflection_pad3d repeat replication_pad1d replication_pad2d replication_pad3d roll select_scatter "
-        "slice_scatter squeeze_copy stack to _to_copy tril triu view_copy",
+        "reflection_pad3d repeat replication_pad1d replication_pad2d replication_pad3d roll squeeze_copy "
+        "stack to _to_copy tril triu view_copy",
     ),
+    ("aten", copy(puts_part=True), "select_scatter slice_scatter"),
     ("aten", copy(is_fusible=False), "complex select_copy slice_copy"),
     ("prims", copy(), "convert_element_type device_put rev"),
     ("aten", copy(formulas.all_but_first_input), "copy"),

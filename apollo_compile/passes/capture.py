@@ -31,7 +31,8 @@ run.
 
 Note [parts]: a loop over time reads `x[:, 0]`, `x[:, 1]`, and so on. Cloned into the segments that read them, such
 views would be the one thing in which their code differs, and every step of the loop would be compiled by itself. So
-several equal parts of a value are nodes of their own, and segments take the parts.
+several equal parts of a value are nodes of their own, and segments take the parts. Its backward puts the gradients of
+the parts into zeros, at the same places: these nodes belong to the segments that add them up, which take small parts.
 
 Guarantees: every value is a strided tensor on one device, or a number; `nodes` is a topological order.
 Raises `UnsupportedGraphError` where segments cannot run the graph; the backend then falls back to Inductor.
@@ -417,23 +418,34 @@ def _takes_part(node: Node) -> bool:
     return find_operator(node.target).takes_part and not node.sizes
 
 
+def _puts_part(node: Node) -> bool:
+    return find_operator(node.target).puts_part and not node.sizes
+
+
 def _with_parts(nodes: Sequence[Node], written: Collection[NodeId], is_aligned: Sequence[bool]) -> tuple[Node, ...]:
-    """Return the nodes, with views of equal parts of a value marked: Note [parts].
+    """Return the nodes, with views of equal parts of a value marked, and constants with a part: Note [parts].
 
     Arguments:
         nodes: of the graph.
         written: those that something writes to, of which no part is taken.
         is_aligned: whether a node begins where whole tensors do. Inductor compiles code for such addresses on a GPU.
     """
-    alike: dict[tuple[object, ...], list[NodeId]] = defaultdict(list)
+    alike: dict[tuple[NodeKind, *tuple[object, ...]], list[NodeId]] = defaultdict(list)
     changing = set(written)
     for node in nodes:
         if changing & set(node.inputs):
             changing.add(node.id)
         elif node.kind is NodeKind.CHEAP and _takes_part(node) and is_aligned[node.id]:
-            alike[node.inputs, node.target, node.value].append(node.id)
-    parts = {node for found in alike.values() if len(found) >= _FEWEST_PARTS for node in found}
-    return tuple(replace(node, kind=NodeKind.PART) if node.id in parts else node for node in nodes)
+            alike[NodeKind.PART, node.inputs, node.target, node.value].append(node.id)
+        elif _puts_part(node) and nodes[node.inputs[0]].kind is NodeKind.CHEAP and not nodes[node.inputs[0]].inputs:
+            alike[NodeKind.CHEAP, node.inputs[0], node.target, node.value].append(node.id)
+    changed = {
+        node: replace(nodes[node], kind=kind, work=Work())
+        for (kind, *_), found in alike.items()
+        if len(found) >= _FEWEST_PARTS
+        for node in found
+    }
+    return tuple(changed.get(node.id, node) for node in nodes)
 
 
 def _check_input(fx_node: fx.Node, device: torch.device) -> None:

@@ -727,6 +727,23 @@ def test_four_equal_parts_of_a_value_are_made_where_it_is_made(count: int) -> No
     assert len(bodies) <= (2 if count == 4 else 9)
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_parts_put_into_zeros_belong_to_the_segments_that_add_them(count: int) -> None:
+    """As in the backward of a loop that reads four parts of a value; into a value that is computed they are work."""
+    hand = Hand()
+    gradient = hand.input("gradient", 2, 3)
+    zeros = hand.call(aten.full.default, [2, 4, 3], 0)
+    computed = hand.call(aten.exp.default, hand.input("x", 2, 4, 3))
+    put, kept = (
+        [hand.call(aten.select_scatter.default, base, gradient, 1, place) for place in range(count)]
+        for base in (zeros, computed)
+    )
+    made = hand.capture(*(hand.call(aten.exp.default, each) for each in (*put, *kept)))
+    expected = NodeKind.CHEAP if count == 4 else NodeKind.COMPUTE
+    assert {by_name(made, each).kind for each in put} == {expected}
+    assert {by_name(made, each).kind for each in kept} == {NodeKind.COMPUTE}
+
+
 def test_parts_of_what_is_written_to_are_taken_where_they_are_read() -> None:
     """Of an input that the graph writes to at its end, and of a view of it."""
     hand = Hand()

@@ -13,6 +13,7 @@ from torch import nn
 from apollo_compile.config import Config
 from apollo_compile.ir import Partition, Role, Segment
 from apollo_compile.passes.partition import partition_graph
+from apollo_compile.passes.partition.pieces import LONG
 from apollo_compile.session.dry_run import trace
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.compilation import Compilation
@@ -238,3 +239,34 @@ def test_seeds_that_one_tower_reads_are_drawn_in_it() -> None:
     seeds = [node.id for node in recorded.captured.nodes if node.target == "prims.inductor_seeds.default"]
     (home,) = (s for s, content in enumerate(partition.nodes_by_segment) if set(seeds) & set(content))
     assert partition.graph.segments[home].module.startswith("text.")
+
+
+class Recurrent(nn.Module):
+    """Work of an encoder, and beside it a state that is carried over many small steps."""
+
+    def __init__(self, num_steps: int, width: int = 16) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, num_steps * width))
+        self.before = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.SiLU())
+        self.gates = nn.Sequential(nn.Linear(2 * width, 3 * width), nn.LayerNorm(3 * width))
+        self.num_steps, self.width = num_steps, width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.encoder(x).unflatten(1, (self.num_steps, self.width))
+        state = seen.new_zeros(len(seen), self.width)
+        for step in range(self.num_steps):
+            given = self.before(seen[:, step])
+            reset, new, update = self.gates(torch.cat([given, state], dim=-1)).chunk(3, dim=-1)
+            state = update.sigmoid() * (reset.sigmoid() * new).tanh() + (1 - update.sigmoid()) * state
+        return state
+
+
+@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD))
+def test_small_steps_of_a_long_loop_share_bodies(role: Role) -> None:
+    """Little of the loop is compiled, and no segment has more than a few steps."""
+    torch.manual_seed(0)
+    recorded = record(Recurrent(24), (sized(512, 512),))[role]
+    partition = assert_replays(recorded, LAYER)
+    lengths = [len(body.nodes) for body in partition.bodies]
+    assert max(lengths) <= 2 * LONG
+    assert sum(lengths) < 0.6 * len(recorded.captured.nodes)

@@ -25,6 +25,9 @@ Then pieces are contracted along edges u -> v, as long as that costs no parallel
 Of the tiny pieces that are left, those that wait for nothing are joined into one segment in front (`~first`), and those
 that nothing waits for into one behind (`~last`): each is read by, or reads from, several independent pieces.
 
+Small steps of a loop, such as those of a recurrent model, would all be one piece. A piece of many nodes does not take
+in another call of a layer of the loop: so there is a piece for every few steps, and these share a body.
+
 A node that must be alone (`Node.is_alone`) shares a segment only with other such nodes.
 
 In a backward graph, weight gradients are matmuls whose results no other segment needs. As part of their layer they

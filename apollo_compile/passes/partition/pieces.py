@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from apollo_compile.config import PartitionConfig
 from apollo_compile.passes.partition.clusters import Clusters
 
 LAUNCH = 2**20
 """Weight of a piece whose work takes about as long as the launch of a segment."""
+
+LONG = 64
+"""Number of clusters above which a piece is not to hold several calls of a layer. Inductor takes more than
+proportionally long for long pieces, and pieces with one call each share a body."""
+
+_MANY_CALLS = 4
+"""Number of pieces from which a layer is in a loop; forward, backward and weight gradients are three."""
 
 FIRST, LAST = "~first", "~last"
 """Labels of small pieces of any modules that are joined."""
@@ -22,6 +31,8 @@ class Pieces:
         count = max(groups, default=-1) + 1
         self.clusters: list[list[int]] = [[] for _ in range(count)]
         self.label = [""] * count
+        self.calls: list[set[str]] = [set() for _ in range(count)]
+        """Labels of all clusters of every piece."""
         self.is_alone = [False] * count
         self.may_join = [True] * count
         self.draws = [False] * count
@@ -31,6 +42,7 @@ class Pieces:
         for cluster, group in enumerate(groups):
             self.clusters[group].append(cluster)
             self.label[group] = labels[cluster]
+            self.calls[group].add(labels[cluster])
             self.is_alone[group] = clusters.are_alone[cluster]
             self.may_join[group] &= clusters.may_join[cluster]
             self.draws[group] |= clusters.draw[cluster]
@@ -40,6 +52,7 @@ class Pieces:
                     self.predecessors[group].add(groups[other])
                     self.successors[groups[other]].add(group)
         self.total = max(sum(self.weight), 1.0)
+        self._looped = _looped_layers(self.label)
         self.alive = set(range(count))
         self._mask = [1 << piece for piece in range(count)]
         self._ancestors = [0] * count
@@ -68,6 +81,7 @@ class Pieces:
     def merge(self, u: int, v: int) -> None:
         """Contract the edge u -> v into u; the caller has shown that no other path leads from u to v."""
         self.clusters[u] += self.clusters[v]
+        self.calls[u] |= self.calls[v]
         if self.weight[v] > self.weight[u]:
             self.label[u] = self.label[v]
         self.weight[u] += self.weight[v]
@@ -93,6 +107,12 @@ class Pieces:
             if self._mask[other] & self._ancestors[u]:
                 self._descendants[other] |= below
 
+    def repeats(self, u: int, v: int) -> bool:
+        """Whether `u` and `v` together are long, and have several calls of a layer in a loop."""
+        again = self.calls[u] & self.calls[v] & self._looped
+        is_long = len(self.clusters[u]) + len(self.clusters[v]) > LONG
+        return is_long and not again <= {self.label[u]} & {self.label[v]}  # one layer's pieces may meet
+
     def in_topological_order(self) -> list[int]:
         """Return the pieces in the topological order that is closest to graph order."""
         missing = {piece: len(self.predecessors[piece]) for piece in self.alive}
@@ -107,6 +127,13 @@ class Pieces:
                 if not missing[other]:
                     heapq.heappush(ready, (min(self.clusters[other]), other))
         return order
+
+
+def _looped_layers(labels: Sequence[str]) -> set[str]:
+    """Return the layers with many pieces, given those of all pieces; no modules around layers that have pieces too."""
+    many = {label for label, count in Counter(labels).items() if count >= _MANY_CALLS}
+    known = set(labels)
+    return {label for label in many if not any(other.startswith(f"{label}.") for other in known)}
 
 
 def join_ends(pieces: Pieces, config: PartitionConfig) -> None:
@@ -149,6 +176,9 @@ def contract(pieces: Pieces, config: PartitionConfig, *, named: bool) -> None:
             into_u = into_u and pieces.weight[v] <= max(pieces.weight[u], LAUNCH)
         return into_v or into_u
 
+    def admits(rule: Callable[[int, int], bool], u: int, v: int) -> bool:
+        return rule(u, v) and (config.min_segment_share == 1 or not pieces.repeats(u, v))
+
     rules: list[Callable[[int, int], bool]] = [
         lambda u, v: same_label(u, v) and (lossless(u, v) or tiny(u, v)),
         lambda u, v: is_small(u, v) and lossless(u, v),
@@ -158,7 +188,7 @@ def contract(pieces: Pieces, config: PartitionConfig, *, named: bool) -> None:
         rules.append(lossless)
     changed = True
     while changed:
-        changed = any(_apply(pieces, rule) for rule in rules)
+        changed = any(_apply(pieces, partial(admits, rule)) for rule in rules)
 
 
 def _apply(pieces: Pieces, rule: Callable[[int, int], bool]) -> bool:
