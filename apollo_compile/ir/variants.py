@@ -18,12 +18,14 @@ class Variant(enum.StrEnum):
     """The whole graph as Inductor compiles it; of a step, its whole graphs in turn."""
     LOOP = "loop over micro-batches"
     """A step: forward and backward of one micro-batch after the other, called by autograd, then the optimizer."""
+    EAGER = "loop in eager"
+    """The same loop without a compiler."""
     TRACED = "Inductor, traced step"
     """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
 
 
-_OF_TORCH = (Variant.INDUCTOR, Variant.TRACED)
-"""The code that would run without apollo: that of torch.compile."""
+_REFERENCES = {Variant.INDUCTOR: "torch.compile", Variant.TRACED: "torch.compile", Variant.EAGER: "eager"}
+"""Name of the code that would run without apollo, as its users know it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,17 +87,19 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """How fast the winner is, as in `1.42x as fast as torch.compile`; empty if not measured.
+        """How fast the winner is, as in `1.42x as fast as torch.compile, 1.30x as eager`; empty if not measured.
 
         It is compared with what runs without apollo; with the next variant where that wins or was not compared.
         """
         others = self.standings[1:]
         if not others or not self.is_measured:
             return ""
-        known = next((each for each in others if each.name in _OF_TORCH), None)
-        if known is None or self.winner in _OF_TORCH:
+        ratios = {each.name: each.ratio for each in others}
+        known = {_REFERENCES[each]: ratios[each] for each in _REFERENCES if each in ratios}
+        if not known or self.winner in _REFERENCES:
             return f"{others[0].ratio:.2f}x as fast as {others[0].name}"
-        return f"{known.ratio:.2f}x as fast as torch.compile"
+        (name, ratio), *more = known.items()
+        return ", ".join([f"{ratio:.2f}x as fast as {name}", *(f"{ratio:.2f}x as {name}" for name, ratio in more)])
 
     def time_of(self, standing: Standing) -> float:
         """Return the nanoseconds of a step of a candidate next to the winner's: times and ratios agree.

@@ -29,7 +29,7 @@ from apollo_compile.reports.values import GraphSummary, ModelSummary, Stage
 
 PREFIX = "apollo/"
 
-_WITHOUT_LANES = (Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED)
+_WITHOUT_LANES = (Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.EAGER, Variant.TRACED)
 """Variants that do not run a graph's plan on its lanes."""
 
 

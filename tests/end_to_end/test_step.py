@@ -179,7 +179,7 @@ def test_variants_of_a_step_are_compared_and_one_stays() -> None:
         if step.tuners and step.tuners[0].is_settled and not step.tuners[0].is_more_to_come:
             break
     (verdict,) = step.verdicts
-    for variant in ("loop over micro-batches", "segments in turn", "Inductor, traced step"):
+    for variant in ("loop over micro-batches", "loop in eager", "segments in turn", "Inductor, traced step"):
         assert variant in verdict
     assert re.search(r"settled after \d+ measured steps: .*as fast as .*\(.*\)", repr(step))
     assert status(step) in repr(step)
@@ -229,6 +229,17 @@ def test_parts_of_different_sizes_are_compiled_for_all_sizes() -> None:
     for seed, size in enumerate(range(10, 40, 2)):
         twins.take(chain_batch(seed, size))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 6
+
+
+def test_weights_are_read_in_every_step_of_a_loop_inside_of_autocast() -> None:
+    """Autocast keeps its copies of weights as long as it is on, which a loop in eager would read."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = compile_step(model, chain_loss, optimizer, options={**EAGER, "plan.autotune": True})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [float(step(chain_batch(0))) for _ in range(60)]
+    assert "eager" not in str(step.verdicts)
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses[:20]))
 
 
 @pytest.mark.soak

@@ -20,7 +20,7 @@ from apollo_compile.session.step.micro_batch import MicroBatchGraphs, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, load_step
 from apollo_compile.session.step.returned import KEEPS_TENSORS
-from apollo_compile.session.step.traced import TracedStep
+from apollo_compile.session.step.traced import TracedStep, is_alike_in_eager
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.target.target import Target
@@ -163,6 +163,7 @@ class Linker:
             graph.model.warm_start,
             budget=self._budget,
             is_compared=is_compared,
+            is_alike_in_eager=not target.captures and is_alike_in_eager(program),
             traced=make_traced_step(program) if is_compared and not target.captures else None,
             prepare_whole=partial(self._add_whole, program, graph, compose) if may_compile_whole else None,
             leave_loop=partial(setattr, graph.model.tuner, "is_paused", False),

@@ -197,6 +197,8 @@ class Step:
         if (reason := program.reason_for_loop()) is not None:
             tuner.hold_back(reason)
             return None
+        if variant is Variant.EAGER:  # which needs no guards
+            return self._run_in_eager(tuner, parts, weights)
         found = self._note_inputs(parts, tuner, graph)
         if found is None:
             return None
@@ -255,6 +257,15 @@ class Step:
         tuner.held_back = None
         if returned is not None:
             self._finish()
+        return returned
+
+    def _run_in_eager(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
+        """Take the step without a compiler; None under autocast, which would keep copies of weights between steps."""
+        if torch.is_autocast_enabled(tuner.program.micro.device.type):
+            return None
+        returned = add_gradients(partial(_call_loss, self._loss_fn, self._model), parts, weights)
+        tuner.held_back = None
+        self._finish()
         return returned
 
     def _make_traced_step(self, program: StepProgram) -> TracedStep | None:

@@ -1,4 +1,4 @@
-"""A training step as Dynamo traces and Inductor compiles it: a rival of the program that is not made of it."""
+"""Rivals of the program of a step that are not made of it: the step as Inductor traces it, and the loop in eager."""
 
 from __future__ import annotations
 
@@ -142,6 +142,17 @@ def add_gradients(call: Callable[[Any], Any], parts: Sequence[Any], weights: Seq
 def _call_loss(call: Callable[[Any], Any], part: Any) -> tuple[torch.Tensor, Any]:
     returned = call(part)
     return find_loss(returned), returned
+
+
+def is_alike_in_eager(program: StepProgram) -> bool:
+    """Return whether the loop in eager draws no random numbers, has no effects, and runs without autocast.
+
+    Assertions are no effect: one that fails ends the step, whichever of them it is.
+    """
+    codes = (program.micro.forward, program.micro.backward)
+    kept = (node.target for code in codes for node in code.compilation.capture.nodes if node.keeps_order)
+    is_in_order = any(find_operator(target).reads_only != "asserts" for target in kept)
+    return not is_in_order and not torch.is_autocast_enabled(program.micro.device.type)
 
 
 def compile_ns(program: StepProgram) -> int:

@@ -1,4 +1,4 @@
-"""The tuner of a training step: its program, its segments in turn, the loop, and the step that Inductor traces.
+"""The tuner of a training step: its program, its segments in turn, loops, and the step that Inductor traces.
 
 They take turns in the user's own steps (`autotune/`), and the fastest stays. A verdict is kept for later processes
 under the key of the program, like the findings about graphs.
@@ -22,12 +22,12 @@ from apollo_compile.target.target import Target
 
 _logger = logging.getLogger(__name__)
 
-_SIMPLEST_FIRST = (Variant.LOOP, Variant.TRACED, Variant.INDUCTOR, Variant.SERIAL, Variant.PLAN)
+_SIMPLEST_FIRST = (Variant.LOOP, Variant.EAGER, Variant.TRACED, Variant.INDUCTOR, Variant.SERIAL, Variant.PLAN)
 
 
 def steps_to_compare(target: Target) -> int:
     """Return about how many steps it takes to compare the usual candidates that can run at once."""
-    return typical_steps(len((Variant.LOOP, Variant.SERIAL, Variant.PLAN)), rules_of(target))
+    return typical_steps(len((Variant.LOOP, Variant.EAGER, Variant.SERIAL, Variant.PLAN)), rules_of(target))
 
 
 class StepTuner:
@@ -38,6 +38,7 @@ class StepTuner:
         warm_start: recalls and keeps verdicts.
         budget: training time that compiles of late candidates may take.
         is_compared: whether variants are compared; if not, the program runs.
+        is_alike_in_eager: whether the loop in eager computes the same, so that it may be compared.
         traced: takes such steps as Dynamo traces them; None where none may.
         prepare_whole: adds the variant `INDUCTOR`, Inductor's whole graphs in turn; None if that cannot be compiled.
         leave_loop: called where the loop is the fastest, so that its graphs are compared by themselves.
@@ -50,6 +51,7 @@ class StepTuner:
         *,
         budget: CompileBudget,
         is_compared: bool,
+        is_alike_in_eager: bool,
         traced: TracedStep | None,
         prepare_whole: Callable[[], None] | None,
         leave_loop: Callable[[], None],
@@ -76,7 +78,7 @@ class StepTuner:
             now_ns=target.now_ns,
         )
         if is_compared:
-            self._begin(self._candidates(prepare_whole))
+            self._begin(self._candidates(is_alike_in_eager, prepare_whole))
         else:
             self._tuner.leave(Variant.PLAN)
 
@@ -175,9 +177,10 @@ class StepTuner:
 
     # ------------------------------------------------------------------------------------------------- its parts
 
-    def _candidates(self, prepare_whole: Callable[[], None] | None) -> list[Candidate]:
+    def _candidates(self, is_alike_in_eager: bool, prepare_whole: Callable[[], None] | None) -> list[Candidate]:
         program = self.program
-        own = {each: Candidate(variant=each) for each in (Variant.LOOP, *program.variants.available)}
+        loops = (Variant.LOOP, Variant.EAGER) if is_alike_in_eager else (Variant.LOOP,)
+        own = {each: Candidate(variant=each) for each in (*loops, *program.variants.available)}
         if self.traced is not None:  # it is Inductor's code of the whole step, too
             own[Variant.TRACED] = Candidate(
                 variant=Variant.TRACED, is_late=True, cost_ns=compile_ns(program), is_ready=self._is_traced_ready
