@@ -60,7 +60,7 @@ def rename(compilation: Compilation, name: str) -> Compilation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class CostedPlan:
     """A plan with its costs, with which a rank can run the plan of another."""
 
     costs: CostTable
@@ -262,7 +262,7 @@ def compile_plan(
     )
 
 
-def adopt_decision(own: Compilation, decision: Decision, *, runner: StageRunner) -> Compilation:
+def adopt_decision(own: Compilation, decision: CostedPlan, *, runner: StageRunner) -> Compilation:
     """Run the stages from sync to program on another rank's plan of the same segments.
 
     Raises:

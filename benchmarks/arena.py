@@ -36,7 +36,7 @@ from tabulate import tabulate
 
 from apollo_compile.cluster.policies import Apollo, Fcfs
 from apollo_compile.cluster.simulate import simulate
-from apollo_compile.cluster.values import Cluster, Gang, Job, Nodes, Placement
+from apollo_compile.cluster.values import Cluster, Gang, Job, JobPlacement, Nodes
 from apollo_compile.cost_model.cells import Device, Layer, ModelTimes, cells_of
 from apollo_compile.cost_model.collectives import Link
 
@@ -223,7 +223,7 @@ def replay(
     )
 
 
-def _rate(times: Times, row: TraceJob, placement: Placement, now_s: float, policy: Policy) -> float:
+def _rate(times: Times, row: TraceJob, placement: JobPlacement, now_s: float, policy: Policy) -> float:
     seconds = iteration_s(times, row, placement.gang.kind, placement.gang.devices)
     assert seconds is not None, "only feasible gangs are placed"
     lost = policy.lost_rounds(placement.gang.devices)

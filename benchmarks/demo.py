@@ -26,7 +26,7 @@ from tqdm import tqdm
 import apollo_compile
 from apollo_compile.tools.bench.numbers import Measurement
 from apollo_compile.tools.bench.render import format_measurement
-from apollo_compile.tools.bench.task import VARIANTS, Task
+from apollo_compile.tools.bench.task import VARIANTS, MeasuredTask
 from apollo_compile.tools.bench.turns import measure
 from apollo_compile.units import format_ns, seconds_to_ns
 from benchmarks.run import variants
@@ -61,7 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     _headline("Interleaved measurement: one process per variant, one at a time")
     measurement = measure(
-        Task(builder="benchmarks.workloads:build", arguments={"name": "clip", "size": args.size, "batch": args.batch}),
+        MeasuredTask(
+            builder="benchmarks.workloads:build", arguments={"name": "clip", "size": args.size, "batch": args.batch}
+        ),
         args.variants,
         rounds=args.rounds,
         cold=not args.warm_cache,

@@ -33,7 +33,7 @@ from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import lanes_for, to_problem
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.problem import Problem, TaskSchedule
 from apollo_compile.planner.simulate import execute
 from apollo_compile.planner.solve import Effort, solve
 from apollo_compile.store.profiles import default_profile, load_profile
@@ -163,11 +163,11 @@ def format_rows(rows: list[Row], time_limits_s: list[float]) -> str:
     return "\n".join(lines)
 
 
-def _measure_rule(problem: Problem, rule: Callable[[Problem], Schedule | Sequence[Schedule]]) -> Result:
+def _measure_rule(problem: Problem, rule: Callable[[Problem], TaskSchedule | Sequence[TaskSchedule]]) -> Result:
     begin = time.perf_counter()
     found = rule(problem)
     took_s = time.perf_counter() - begin
-    schedules = [found] if isinstance(found, Schedule) else found
+    schedules = [found] if isinstance(found, TaskSchedule) else found
     return Result(
         makespan_ns=min(execute(problem, schedule).makespan for schedule in schedules),
         undisturbed_ns=min(schedule.makespan for schedule in schedules),

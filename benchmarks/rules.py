@@ -25,11 +25,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from apollo_compile.planner.greedy import splits
-from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.problem import Problem, TaskSchedule
 from apollo_compile.planner.simulate import Simulator, serial_schedule
 
 
-def equal_split(problem: Problem) -> Schedule:
+def equal_split(problem: Problem) -> TaskSchedule:
     """Cut the device into equal lanes, and keep every branch on one of them.
 
     A branch is a chain in which each task is followed by its successor with the longest path to the end. A new branch
@@ -40,7 +40,7 @@ def equal_split(problem: Problem) -> Schedule:
     if not any(branches):
         return serial_schedule(problem)
 
-    def place(split: _Split) -> Schedule:
+    def place(split: _Split) -> TaskSchedule:
         load = dict.fromkeys(split, 0)
         lane_by_branch: dict[int, int] = {}
         for task, branch in enumerate(branches):
@@ -51,7 +51,7 @@ def equal_split(problem: Problem) -> Schedule:
     return _on_equal_splits(problem, place)
 
 
-def critical_path_round_robin(problem: Problem) -> Schedule:
+def critical_path_round_robin(problem: Problem) -> TaskSchedule:
     """Keep the path with most tasks on the first stream, and distribute the others round-robin.
 
     The rule of apex torchsched: the critical path is the deepest one, and the order is that of the graph.
@@ -61,7 +61,7 @@ def critical_path_round_robin(problem: Problem) -> Schedule:
     simulator = Simulator(problem)
     path = _deepest_path(simulator)
 
-    def place(split: _Split) -> Schedule:
+    def place(split: _Split) -> TaskSchedule:
         side_streams = itertools.cycle(range(1, len(split)))
         streams = [0 if task in path else next(side_streams) for task in range(len(problem.tasks))]
         return _replay(simulator, range(len(streams)), _lanes_of_streams(simulator, streams, split))
@@ -69,7 +69,7 @@ def critical_path_round_robin(problem: Problem) -> Schedule:
     return _on_equal_splits(problem, place)
 
 
-def first_successor_streams(problem: Problem) -> Schedule:
+def first_successor_streams(problem: Problem) -> TaskSchedule:
     """Continue the stream of the first predecessor whose stream no other task continues; else open a new stream.
 
     The rule of Opara's stream allocator. The order is that of the graph, because Opara's own order needs the shared
@@ -94,7 +94,7 @@ def first_successor_streams(problem: Problem) -> Schedule:
     )
 
 
-def heft(problem: Problem) -> Schedule:
+def heft(problem: Problem) -> TaskSchedule:
     """Place the task with the highest upward rank on the lane where it ends first, in an idle gap if there is one.
 
         rank[t] = mean duration of t + max over successors s of (handover + rank[s])
@@ -106,7 +106,7 @@ def heft(problem: Problem) -> Schedule:
     return _on_equal_splits(problem, lambda split: _heft_on(simulator, split))
 
 
-def wavefront(problem: Problem) -> Schedule:
+def wavefront(problem: Problem) -> TaskSchedule:
     """Schedule level by level; run each level in waves, and choose a split for each wave.
 
     Tasks in a row without branches are one chain (Spindle's MetaOp), chains of equal depth are a level. A wave assigns
@@ -139,7 +139,7 @@ def wavefront(problem: Problem) -> Schedule:
     return _replay(simulator, order, lanes)
 
 
-BASELINES: dict[str, Callable[[Problem], Schedule]] = {
+BASELINES: dict[str, Callable[[Problem], TaskSchedule]] = {
     "serial": serial_schedule,
     "equal split": equal_split,
     "critical path + round-robin": critical_path_round_robin,
@@ -161,7 +161,7 @@ def _widest_first(problem: Problem, split: _Split) -> _Split:
     return tuple(sorted(split, key=lambda lane: -_num_units(problem, lane)))
 
 
-def _on_equal_splits(problem: Problem, place: Callable[[_Split], Schedule]) -> Schedule:
+def _on_equal_splits(problem: Problem, place: Callable[[_Split], TaskSchedule]) -> TaskSchedule:
     """Return the shortest of the schedules that a rule makes on the equal splits; the serial one if there are none."""
     equal: dict[int, _Split] = {}
     for split in splits(problem):
@@ -205,7 +205,7 @@ def _mode(simulator: Simulator, task: int, lane: int) -> int:
     return fastest[lane] if lane in fastest else fastest[0]
 
 
-def _replay(simulator: Simulator, order: Sequence[int], lanes: Sequence[int]) -> Schedule:
+def _replay(simulator: Simulator, order: Sequence[int], lanes: Sequence[int]) -> TaskSchedule:
     return simulator.replay(order, [_mode(simulator, task, lane) for task, lane in enumerate(lanes)])
 
 
@@ -283,7 +283,7 @@ def _time_of(simulator: Simulator, tasks: Iterable[int], lane: int) -> int:
 # ------------------------------------------------------------------------------------------------------------ HEFT
 
 
-def _heft_on(simulator: Simulator, split: _Split) -> Schedule:
+def _heft_on(simulator: Simulator, split: _Split) -> TaskSchedule:
     problem = simulator.problem
     choices = _processors(simulator, split)
     rank = _upward_ranks(simulator, choices)

@@ -35,13 +35,13 @@ from apollo_compile.tools.bench.task import (
     PLANS,
     TOLERANCES,
     VARIANTS,
-    Task,
-    Variant,
+    MeasuredTask,
+    MeasuredVariant,
 )
 from apollo_compile.tools.bench.turns import measure
 from benchmarks.workloads.specs import SPECS
 
-_AS_RIVAL = (Variant(name="inductor-as-rival", backend="inductor", stepper="benchmarks.harness.rival:Rival"),)
+_AS_RIVAL = (MeasuredVariant(name="inductor-as-rival", backend="inductor", stepper="benchmarks.harness.rival:Rival"),)
 
 _KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *AGAIN, *_AS_RIVAL, *LIBRARIES, *PLANS)}
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     cases = []
     for name, mode, dtype in itertools.product(args.workloads, args.modes, args.dtypes):
         for batch in args.batch or _BATCHES.get(name, _OTHER_BATCHES):
-            task = Task(
+            task = MeasuredTask(
                 builder="benchmarks.workloads:build",
                 arguments={"name": name, "size": args.size, "batch": batch},
                 mode=mode,
@@ -76,9 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_tasks(
-    cases: Iterable[tuple[str, Task, Sequence[Variant]]],
+    cases: Iterable[tuple[str, MeasuredTask, Sequence[MeasuredVariant]]],
     args: argparse.Namespace,
-    is_judged: Callable[[Task, VariantResult], bool] = lambda task, result: True,
+    is_judged: Callable[[MeasuredTask, VariantResult], bool] = lambda task, result: True,
 ) -> tuple[list[Measurement], list[str]]:
     """Measure one task after the other, print each, and write all that there are so far.
 
@@ -208,7 +208,7 @@ def workloads(text: str) -> list[str]:
     return list(SPECS) if text == "all" else names_of(SPECS)(text)
 
 
-def variants(text: str) -> list[Variant]:
+def variants(text: str) -> list[MeasuredVariant]:
     """Parse comma-separated names of variants."""
     return [_KNOWN[name] for name in names_of(_KNOWN)(text)]
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from apollo_compile.tools.bench.numbers import Measurement, VariantResult, summarize
-from apollo_compile.tools.bench.task import Task, Variant
+from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant
 from benchmarks.harness.whole_steps import COMPARED, COMPILED, FULL_BATCH, LOOP, OF_LEARNERS, TRACED, TRACED_WHOLE
 from benchmarks.run import batch_sizes, measure_tasks, names_of
 from benchmarks.workloads.learners import LEARNERS
@@ -45,21 +45,25 @@ BATCHES: Mapping[str, int] = {**dict.fromkeys(CONTRASTED, 8), "sac": 256, "redq"
 
 STEP, LOOP_OF_APOLLO = "apollo-step", "apollo"
 
-VARIANTS: tuple[Variant, ...] = (
-    Variant(name="eager", backend=None, stepper=LOOP),
-    Variant(name="inductor", backend="inductor", stepper=LOOP),
-    Variant(name="inductor-traced", backend="inductor", stepper=TRACED),
-    Variant(name="inductor-traced-whole", backend="inductor", stepper=TRACED_WHOLE),
-    Variant(name="inductor-full-batch", backend="inductor", stepper=FULL_BATCH),
-    Variant(name=LOOP_OF_APOLLO, backend="apollo", stepper=LOOP),
-    Variant(name="apollo-step-program", backend="apollo", options={"plan.autotune": False}, stepper=COMPILED),
-    Variant(name=STEP, backend="apollo", options={"plan.compile_share": 1e3}, stepper=COMPILED),  # as after a long run
+VARIANTS: tuple[MeasuredVariant, ...] = (
+    MeasuredVariant(name="eager", backend=None, stepper=LOOP),
+    MeasuredVariant(name="inductor", backend="inductor", stepper=LOOP),
+    MeasuredVariant(name="inductor-traced", backend="inductor", stepper=TRACED),
+    MeasuredVariant(name="inductor-traced-whole", backend="inductor", stepper=TRACED_WHOLE),
+    MeasuredVariant(name="inductor-full-batch", backend="inductor", stepper=FULL_BATCH),
+    MeasuredVariant(name=LOOP_OF_APOLLO, backend="apollo", stepper=LOOP),
+    MeasuredVariant(name="apollo-step-program", backend="apollo", options={"plan.autotune": False}, stepper=COMPILED),
+    MeasuredVariant(
+        name=STEP, backend="apollo", options={"plan.compile_share": 1e3}, stepper=COMPILED
+    ),  # as after a long run
 )
 
-KEPT_MEMORY = (Variant(name="inductor-traced-kept-memory", backend="inductor", stepper=TRACED, keeps_memory=True),)
+KEPT_MEMORY = (
+    MeasuredVariant(name="inductor-traced-kept-memory", backend="inductor", stepper=TRACED, keeps_memory=True),
+)
 """The strongest rival with apollo's allocator settings, to see how much of a gain is due to kept memory."""
 
-FUNCTIONS = (Variant(name="apollo-traced-whole", backend="apollo", stepper=TRACED_WHOLE),)
+FUNCTIONS = (MeasuredVariant(name="apollo-traced-whole", backend="apollo", stepper=TRACED_WHOLE),)
 """A function of the user's that is a whole step, compiled by apollo."""
 
 KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *FUNCTIONS)}
@@ -90,13 +94,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def make_task(name: str, size: str, batch: int, optimizer: str, microbatches: int) -> Task:
+def make_task(name: str, size: str, batch: int, optimizer: str, microbatches: int) -> MeasuredTask:
     """Return the task of a workload."""
     arguments = {"name": name, "size": size, "batch": batch, "optimizer": optimizer, "microbatches": microbatches}
-    return Task(builder="benchmarks.harness.whole_steps:build_task", arguments=arguments, compared=COMPARED)
+    return MeasuredTask(builder="benchmarks.harness.whole_steps:build_task", arguments=arguments, compared=COMPARED)
 
 
-def is_judged(task: Task, result: VariantResult) -> bool:
+def is_judged(task: MeasuredTask, result: VariantResult) -> bool:
     """Return whether the variant trains as the loop does."""
     return result.variant != "inductor-full-batch" or task.arguments["name"] not in CONTRASTED
 
@@ -150,7 +154,7 @@ def _workloads(text: str) -> list[str]:
     return list(WORKLOADS) if text == "all" else names_of(WORKLOADS)(text)
 
 
-def _variants(text: str) -> list[Variant]:
+def _variants(text: str) -> list[MeasuredVariant]:
     return [KNOWN[name] for name in names_of(KNOWN)(text)]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
-from apollo_compile.passes.deploy import Call, Cluster, ModuleState, StepWork, group_sizes, plan_deployment
+from apollo_compile.passes.deploy import EqualDevices, ModuleCall, ModuleState, StepWork, group_sizes, plan_deployment
 
 ENCODERS = {  # parameters in millions, tokens per sample, width
     "vision": (632, 257, 1280),
@@ -57,7 +57,7 @@ def times_of(flops: float, samples: int, devices: int) -> tuple[int, ...]:
 
 def multitask_clip(tasks: int, devices: int) -> StepWork:
     """Return the step of the first `tasks` tasks."""
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
     modules: dict[str, ModuleState] = {}
     for pair, samples in list(TASKS.items())[:tasks]:
         feature_bytes = samples * 1024 * 2
@@ -69,7 +69,7 @@ def multitask_clip(tasks: int, devices: int) -> StepWork:
                 name=encoder, groups=groups_on(devices), state_bytes=16 * size, gradient_bytes=2 * size
             )
             calls.append(
-                Call(
+                ModuleCall(
                     name=f"{encoder} of {'-'.join(pair)}",
                     module=encoder,
                     inputs=(),
@@ -84,7 +84,7 @@ def multitask_clip(tasks: int, devices: int) -> StepWork:
         groups = ((min(8, devices), QUOTAS[0]),)
         modules[name] = ModuleState(name=name, groups=groups, state_bytes=0, gradient_bytes=0)
         calls.append(
-            Call(
+            ModuleCall(
                 name=name,
                 module=name,
                 inputs=tuple(call.name for call in calls[-2:]),
@@ -107,7 +107,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="time of the search")
     parser.add_argument("--svg", type=Path, help="draw the step into this file")
     args = parser.parse_args()
-    cluster = Cluster(devices=args.devices, units=UNITS, memory_bytes=int(args.memory * 2**30), link=Link(2e-5, 50e9))
+    cluster = EqualDevices(
+        devices=args.devices, units=UNITS, memory_bytes=int(args.memory * 2**30), link=Link(2e-5, 50e9)
+    )
     found = plan_deployment(multitask_clip(args.tasks, args.devices), cluster, seconds=args.seconds)
     plan = DeploymentPlan(found)
     print(plan)

@@ -34,8 +34,8 @@ from apollo_compile.ir import (
     SegmentId,
     Work,
 )
-from apollo_compile.planner.problem import Hold, Interference, Problem, Task
-from apollo_compile.planner.problem import Mode as TaskMode
+from apollo_compile.planner.problem import ExecutionMode as TaskMode
+from apollo_compile.planner.problem import Interference, Problem, ResourceHold, Task
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.target.lanes import lane_catalogue, useful_lanes
 
@@ -268,7 +268,7 @@ def limited(rng: random.Random, problem: Problem) -> Problem:
         for task in problem.tasks
     )
     holds = tuple(
-        Hold(resource=0, amount=rng.randrange(1, 20), task=task, readers=tuple(readers))
+        ResourceHold(resource=0, amount=rng.randrange(1, 20), task=task, readers=tuple(readers))
         for task, readers in enumerate(problem.successors())
     )
     roomy = replace(problem, tasks=tasks, holds=holds, capacities=(30 * len(tasks),))

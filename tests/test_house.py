@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -259,35 +260,82 @@ def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None
     assert re.fullmatch(rf"{sum(map(int, counts))} skipped in .*", done.stdout.strip().splitlines()[-1])
 
 
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+def public_names(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Yield the names of types that a file defines for others, and whether each is a class, not an alias."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, True
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, False
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """A reader who meets a name knows the class; callbacks are named as the frameworks that they are for ask it."""
+    files = [path for path in FILES if path.parent.name != "integrations"]
+    found = [each for path in files for each in public_names(tree_of(path)) if not each[0].startswith("_")]
+    names = Counter(name for name, _ in found)
+    assert not {name for name, is_class in found if is_class and names[name] > 1}
+
+
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 BUDGETS = {
-    ".": 45_600,
-    "autotune": 1_250,
-    "cluster": 1_500,
-    "device": 5_600,
-    "distributed": 5_000,
-    "ir": 1_900,
+    "autotune": 1_100,
+    "cluster": 1_400,
+    "cost_model": 800,
+    "device": 5_100,
+    "distributed": 4_600,
+    "ir": 1_800,
     "operators": 1_250,
-    "passes": 2_950,
-    "planner": 3_950,
-    "reports": 3_050,
-    "session": 6_250,
-    "store": 950,
-    "target": 750,
-    "tools": 3_950,
-    "torch_bridge": 5_310,
+    "passes": 2_900,
+    "planner": 3_250,
+    "reports": 2_600,
+    "session": 5_800,
+    "store": 850,
+    "target": 700,
+    "tools": 3_500,
+    "torch_bridge": 5_150,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
+SEVERAL_DEVICES = (
+    *("cluster", "distributed/deploy", "passes/deploy.py", "planner/placement.py", "planner/placement_model.py"),
+    *("cost_model/cells.py", "cost_model/collectives.py", "tools/cluster.py", "tools/estimate.py"),
+    *(
+        "tools/model_times.py",
+        "session/step/collectives.py",
+        "torch_bridge/data_parallel.py",
+        "torch_bridge/sharded.py",
+    ),
+)
+"""What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
+
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_500, 5_300
+
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
+
+
+def lines_of(*places: str) -> int:
+    """Return the lines of files of the package, and of all files in and below directories of it."""
+    found = {path for place in places for path in [PACKAGE / place, *(PACKAGE / place).rglob("*.py")] if path.is_file()}
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in found)
 
 
 @pytest.mark.parametrize("room", BUDGETS)
 def test_a_room_keeps_its_budget(room: str) -> None:
     """All files in it and below."""
-    lines = sum(len(path.read_text().splitlines()) for path in (PACKAGE / room).rglob("*.py"))
-    assert lines <= BUDGETS[room], f"{room} has {lines} lines of at most {BUDGETS[room]}"
+    assert lines_of(room) <= BUDGETS[room], f"{room} has {lines_of(room)} lines of at most {BUDGETS[room]}"
+
+
+def test_the_package_keeps_its_budget() -> None:
+    """For one device, and what is added for several."""
+    several = lines_of(*SEVERAL_DEVICES)
+    assert all(lines_of(place) for place in SEVERAL_DEVICES)
+    assert several <= MOST_LINES_FOR_SEVERAL_DEVICES
+    assert lines_of(".") - several <= MOST_LINES
 
 
 @parametrize_files()

@@ -15,7 +15,7 @@ import math
 import re
 import shlex
 
-from apollo_compile.cluster.values import ClusterPlan, Gang, Job, Nodes, Placement
+from apollo_compile.cluster.values import ClusterPlan, Gang, Job, JobPlacement, Nodes
 from apollo_compile.errors import ClusterError
 
 SUBMIT = "submit.sh"
@@ -24,7 +24,7 @@ _SLACK = 1.5
 """Factor from the planned duration to a script's time limit."""
 
 
-def torchrun_arguments(job: Job, placement: Placement, node_rank: int, endpoint: str) -> list[str]:
+def torchrun_arguments(job: Job, placement: JobPlacement, node_rank: int, endpoint: str) -> list[str]:
     """Return the arguments of Python for the processes of a job on one of its nodes.
 
     Arguments:
@@ -102,7 +102,7 @@ def slurm_scripts(plan: ClusterPlan) -> dict[str, str]:
     return scripts
 
 
-def _script(job: Job, placement: Placement, nodes: Nodes, place: int) -> str:
+def _script(job: Job, placement: JobPlacement, nodes: Nodes, place: int) -> str:
     per_node = {devices for _, devices in placement.nodes}
     if len(per_node) > 1:
         raise ClusterError(

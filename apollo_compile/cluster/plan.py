@@ -20,7 +20,7 @@ from typing import Literal
 
 from apollo_compile.cluster.policies import Apollo, prices
 from apollo_compile.cluster.simulate import check_jobs, simulate
-from apollo_compile.cluster.values import Cluster, ClusterPlan, Job, Schedule
+from apollo_compile.cluster.values import Cluster, ClusterPlan, Job, JobSchedule
 
 Objective = Literal["mean", "makespan"]
 
@@ -51,7 +51,7 @@ def plan_jobs(
     check_jobs(cluster, jobs)
     rng = random.Random(seed)
 
-    def attempt(weight: float, longest_first: bool, bias: Sequence[float]) -> tuple[float, Schedule]:
+    def attempt(weight: float, longest_first: bool, bias: Sequence[float]) -> tuple[float, JobSchedule]:
         policy = Apollo(cluster, jobs, weight=weight, longest_first=longest_first, bias=bias)
         schedule = simulate(cluster, jobs, policy)
         return schedule.makespan_s if objective == "makespan" else schedule.mean_completion_s, schedule

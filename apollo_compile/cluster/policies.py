@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apollo_compile.cluster.simulate import Decision, Policy, Room, State
+from apollo_compile.cluster.simulate import Changes, ClusterState, Policy, Room
 from apollo_compile.cluster.values import Cluster, Gang, Job
 from apollo_compile.errors import ClusterError
 
@@ -24,7 +24,7 @@ class Fcfs:
 
     name, round_s = "fcfs", math.inf
 
-    def decide(self, state: State) -> Decision:
+    def decide(self, state: ClusterState) -> Changes:
         """Start jobs in the order of their arrival, up to the first that has to wait."""
         room = copy.deepcopy(state.room)
         starts: list[tuple[int, Gang]] = []
@@ -33,7 +33,7 @@ class Fcfs:
             if gang is None:
                 break
             starts.append((job, gang))
-        return Decision(tuple(starts))
+        return Changes(tuple(starts))
 
 
 class Gavel:
@@ -46,7 +46,7 @@ class Gavel:
 
     name, round_s = "gavel", 360.0
 
-    def decide(self, state: State) -> Decision:
+    def decide(self, state: ClusterState) -> Changes:
         """Choose again at the begin of a round, and between rounds only start jobs on free devices."""
         is_round = state.now_s % self.round_s == 0
         kept = {} if is_round else state.running
@@ -64,9 +64,9 @@ class Gavel:
             room.give(state.running[job].gang.kind, state.running[job].nodes)
         starts = [(job, gang) for job, gang in wanted.items() if job not in state.running or job in stop]
         # Jobs that go on keep their nodes, so that a gang may not fit although devices are free; it waits.
-        return Decision(tuple((job, gang) for job, gang in starts if room.take(gang)), stop)
+        return Changes(tuple((job, gang) for job, gang in starts if room.take(gang)), stop)
 
-    def _choose(self, state: State, order: Sequence[int], free: dict[str, int]) -> dict[int, Gang]:
+    def _choose(self, state: ClusterState, order: Sequence[int], free: dict[str, int]) -> dict[int, Gang]:
         num_free = sum(free.values())
         chosen: list[tuple[float, int, tuple[Gang, ...]]] = []
         for job in order:
@@ -138,7 +138,7 @@ class Apollo:
         self._longest_first = longest_first
         self._bias = np.ones(len(jobs)) if bias is None else np.asarray(bias)
 
-    def decide(self, state: State) -> Decision:
+    def decide(self, state: ClusterState) -> Changes:
         """Start the jobs whose best gang is free."""
         room = copy.deepcopy(state.room)
         ends = [(running.end_s, running.gang) for running in state.running.values()]
@@ -162,9 +162,9 @@ class Apollo:
             starts.append((job, gang))
             ends.append((state.now_s + seconds[row, best[row]], gang))
             waiting, seconds = np.delete(waiting, row), np.delete(seconds, row, axis=0)
-        return Decision(tuple(starts))
+        return Changes(tuple(starts))
 
-    def _waits(self, state: State, room: Room, ends: Sequence[tuple[float, Gang]]) -> NDArray[np.float64]:
+    def _waits(self, state: ClusterState, room: Room, ends: Sequence[tuple[float, Gang]]) -> NDArray[np.float64]:
         """Return, by class of gangs, the time until as many devices are free: 0 where the gang fits now."""
         found = np.zeros(len(self._classes))
         for place, (kind, devices) in enumerate(self._classes):

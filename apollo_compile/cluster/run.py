@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from apollo_compile.cluster.launch import check_plan, torchrun_arguments
-from apollo_compile.cluster.values import Cluster, ClusterPlan, Job, Placement
+from apollo_compile.cluster.values import Cluster, ClusterPlan, Job, JobPlacement
 from apollo_compile.errors import ClusterError
 
 _POLL_S = 0.1
@@ -34,7 +34,7 @@ _GRACE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How a job ended."""
 
     job: str
@@ -50,7 +50,7 @@ Tell = Callable[[str], None]
 
 def run_plan(
     plan: ClusterPlan, *, logs: Path, address: str | None = None, tell: Tell = lambda line: None
-) -> list[Outcome]:
+) -> list[JobOutcome]:
     """Run all jobs of a plan and return how they ended, in the order of their ends.
 
     Arguments:
@@ -110,9 +110,9 @@ class _Run:
         self._spread = spread
         self._begin = time.monotonic()
         self._running: list[_Gang] = []
-        self._ended: list[Outcome] = []
+        self._ended: list[JobOutcome] = []
 
-    def all(self) -> list[Outcome]:
+    def all(self) -> list[JobOutcome]:
         """Run the jobs in the order of the plan."""
         try:
             for placement in self._plan.placements:
@@ -124,7 +124,7 @@ class _Run:
                 self._end(gang, "the run was stopped")
         return self._ended
 
-    def _start(self, placement: Placement) -> None:
+    def _start(self, placement: JobPlacement) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         nodes = self._plan.cluster.of_kind(placement.gang.kind)
@@ -158,7 +158,7 @@ class _Run:
             log = f"{self._logs}/{job.name}-{rank}.log"
             gang.calls.append(agent.run.remote(arguments, str(Path.cwd()), log))
 
-    def _require(self, placement: Placement, bundles: list[dict[str, float]]) -> None:
+    def _require(self, placement: JobPlacement, bundles: list[dict[str, float]]) -> None:
         """Raise `ClusterError` where the gang would wait for ever."""
         there = self._ray.cluster_resources()
         for kind in bundles[0]:
@@ -196,7 +196,7 @@ class _Run:
                 self._ray.get(agent.stop.remote(), timeout=2 * _GRACE_S)
             self._ray.kill(agent)
         self._ray.util.remove_placement_group(gang.group)
-        outcome = Outcome(job=gang.job.name, start_s=gang.start_s, end_s=self._now(), problem=problem)
+        outcome = JobOutcome(job=gang.job.name, start_s=gang.start_s, end_s=self._now(), problem=problem)
         self._ended.append(outcome)
         self._tell(f"{outcome.end_s:.1f} s: {outcome.job} " + (f"failed: {problem}" if problem else "ended"))
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from apollo_compile.cluster.values import Cluster, Gang, Job, Placement, Schedule
+from apollo_compile.cluster.values import Cluster, Gang, Job, JobPlacement, JobSchedule
 from apollo_compile.errors import ClusterError
 
-Places = tuple[tuple[int, int], ...]
+NodeShares = tuple[tuple[int, int], ...]
 """Index of a node among those of its kind, and devices on it."""
 
 
@@ -36,7 +36,7 @@ class Room:
         """Return the number of free devices of a kind."""
         return sum(self._free[kind])
 
-    def find(self, gang: Gang) -> Places | None:
+    def find(self, gang: Gang) -> NodeShares | None:
         """Return the nodes that `gang` would take; None if it does not fit now."""
         free, size = self._free.get(gang.kind), self._size.get(gang.kind, 1)
         if free is None:
@@ -53,7 +53,7 @@ class Room:
             found.append((min(able)[1], rest))
         return tuple(found)
 
-    def take(self, gang: Gang) -> Places | None:
+    def take(self, gang: Gang) -> NodeShares | None:
         """Take the devices of a gang and return their nodes; None, and nothing is taken, if it does not fit now."""
         found = self.find(gang)
         for node, devices in found or ():
@@ -67,7 +67,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Changes:
     """Changes that a policy asks for; stops come first."""
 
     start: tuple[tuple[int, Gang], ...] = ()
@@ -81,7 +81,7 @@ class Running:
     """A job on its devices."""
 
     gang: Gang
-    nodes: Places
+    nodes: NodeShares
     start_s: float
     work_from_s: float
     """When it computes its first step: after the restart."""
@@ -90,7 +90,7 @@ class Running:
 
 
 @dataclass(slots=True)
-class State:
+class ClusterState:
     """State of the cluster and of the jobs that a policy may look at."""
 
     cluster: Cluster
@@ -114,12 +114,12 @@ class Policy(Protocol):
     round_s: float
     """Time between decisions besides those at arrivals and ends, which are at its multiples; infinite for none."""
 
-    def decide(self, state: State) -> Decision:
+    def decide(self, state: ClusterState) -> Changes:
         """Return what to change now."""
         ...
 
 
-def simulate(cluster: Cluster, jobs: Sequence[Job], policy: Policy) -> Schedule:
+def simulate(cluster: Cluster, jobs: Sequence[Job], policy: Policy) -> JobSchedule:
     """Return what `policy` makes of the jobs.
 
     Raises:
@@ -127,8 +127,10 @@ def simulate(cluster: Cluster, jobs: Sequence[Job], policy: Policy) -> Schedule:
     """
     check_jobs(cluster, jobs)
     order = sorted(range(len(jobs)), key=lambda job: (jobs[job].arrival_s, job))
-    state = State(cluster, jobs, 0.0, [float(job.steps) for job in jobs], [], {}, Room(cluster), [0.0] * len(jobs))
-    placements: list[Placement] = []
+    state = ClusterState(
+        cluster, jobs, 0.0, [float(job.steps) for job in jobs], [], {}, Room(cluster), [0.0] * len(jobs)
+    )
+    placements: list[JobPlacement] = []
     ends = [math.inf] * len(jobs)
     arrived = 0
     while arrived < len(order) or state.waiting or state.running:
@@ -154,7 +156,7 @@ def simulate(cluster: Cluster, jobs: Sequence[Job], policy: Policy) -> Schedule:
         for job, gang in decision.start:
             _start(state, job, gang, policy)
     placements = [each for each in placements if each.end_s > each.start_s]
-    return Schedule(
+    return JobSchedule(
         policy=policy.name,
         placements=tuple(sorted(placements, key=lambda each: (each.start_s, each.job))),
         completion_s=tuple(end - job.arrival_s for end, job in zip(ends, jobs, strict=True)),
@@ -175,7 +177,7 @@ def check_jobs(cluster: Cluster, jobs: Sequence[Job]) -> None:
             )
 
 
-def _start(state: State, job: int, gang: Gang, policy: Policy) -> None:
+def _start(state: ClusterState, job: int, gang: Gang, policy: Policy) -> None:
     nodes = state.room.take(gang)
     if nodes is None:
         raise ClusterError(f"policy {policy.name} starts {state.jobs[job].name} on devices that are not free")
@@ -186,13 +188,13 @@ def _start(state: State, job: int, gang: Gang, policy: Policy) -> None:
     state.running[job] = Running(gang, nodes, state.now_s, work_from_s, end_s)
 
 
-def _stop(state: State, job: int) -> Placement:
+def _stop(state: ClusterState, job: int) -> JobPlacement:
     running = state.running.pop(job)
     state.room.give(running.gang.kind, running.nodes)
     done = max(0.0, state.now_s - running.work_from_s) / running.gang.step_s
     state.left[job] = max(0.0, state.left[job] - done)
     state.service[job] += (state.now_s - running.start_s) * running.gang.devices
-    return Placement(
+    return JobPlacement(
         job=state.jobs[job].name,
         gang=running.gang,
         nodes=running.nodes,

@@ -83,7 +83,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class JobPlacement:
     """An interval of a job on its devices."""
 
     job: str
@@ -95,11 +95,11 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class JobSchedule:
     """Jobs as a policy ran them."""
 
     policy: str
-    placements: tuple[Placement, ...]
+    placements: tuple[JobPlacement, ...]
     """Runs, by start; a job that was interrupted has several."""
     completion_s: tuple[float, ...]
     """From arrival to end, by job."""
@@ -138,7 +138,7 @@ class ClusterPlan:
     objective: str
     cluster: Cluster
     jobs: tuple[Job, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[JobPlacement, ...]
     """One per job, by start."""
     value_s: float
     """Makespan or mean completion time."""

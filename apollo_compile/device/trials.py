@@ -29,7 +29,7 @@ from apollo_compile.passes.sync import eliminate_syncs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class TrialStep:
     """One segment: a body, the buffers that it reads, how many it makes, and its lane."""
 
     body: int
@@ -42,7 +42,7 @@ class Step:
 
 def write_program(
     name: str,
-    steps: Sequence[Step],
+    steps: Sequence[TrialStep],
     lanes: tuple[Lane, ...],
     *,
     num_inputs: int,

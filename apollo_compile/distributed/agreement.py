@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from apollo_compile.distributed.ranks import MAX_BYTES, Ranks
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.observe import StageRunner
-from apollo_compile.pipeline import Decision, adopt_decision
+from apollo_compile.pipeline import CostedPlan, adopt_decision
 from apollo_compile.store.plan_file import fingerprint
 from apollo_compile.target.compilation import Compilation
 
@@ -47,7 +47,7 @@ class Agreement:
         """
         if self.ranks.is_alone:
             return own
-        proposal = json.dumps(to_json(Decision(costs=own.costs, plan=own.plan)))
+        proposal = json.dumps(to_json(CostedPlan(costs=own.costs, plan=own.plan)))
         if len(proposal) > MAX_BYTES:
             proposal = json.dumps(None)
         settled = self.ranks.settle(f"{self.topic}/plan", proposal)
@@ -55,7 +55,7 @@ class Agreement:
             return None if settled == "null" else own
         try:
             content = json.loads(settled)
-            return None if content is None else adopt_decision(own, from_json(Decision, content), runner=runner)
+            return None if content is None else adopt_decision(own, from_json(CostedPlan, content), runner=runner)
         except Exception as error:
             name = own.capture.name
             why = f"{name} cannot run the plan that ranks agreed on: {type(error).__name__}: {error}"

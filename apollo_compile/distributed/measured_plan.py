@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from apollo_compile.distributed.pipeline.durations import Durations, Piece, Samples, StepPlan, medians_of, plan_step
 from apollo_compile.distributed.pipeline.text import format_prediction
-from apollo_compile.distributed.pipeline.values import Encoder, Kind, Schedule
+from apollo_compile.distributed.pipeline.values import Encoder, Kind, PipelineSchedule
 from apollo_compile.errors import PipelinePlanError
 from apollo_compile.torch_bridge.pipelining import Operation
 from apollo_compile.torch_bridge.stopwatch import Stopwatch
@@ -39,7 +39,7 @@ class MeasuredPlan:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         encoders: Sequence[Encoder],
         durations: Durations,
         *,

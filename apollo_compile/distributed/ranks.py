@@ -52,7 +52,7 @@ MAX_BYTES = 4 * 2**20
 SAME_EVERYWHERE = "give every rank the same versions of apollo_compile and torch, the same options, and as many cores"
 
 
-class Store(Protocol):
+class RankStore(Protocol):
     """The used interface of a store of torch.distributed."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
@@ -67,7 +67,7 @@ class Ranks:
         is_alone: whether there is only one rank; None means that there is if there is no store.
     """
 
-    def __init__(self, store: Store | None, *, is_alone: bool | None = None) -> None:
+    def __init__(self, store: RankStore | None, *, is_alone: bool | None = None) -> None:
         self.is_alone = store is None if is_alone is None else is_alone
         self.can_agree = self.is_alone or store is not None
         """Whether values can be settled; several ranks need a store for it."""
@@ -161,11 +161,11 @@ def find_ranks() -> Ranks:
         return _ranks[group]
 
 
-def _open_store(group: Any) -> Store | None:
+def _open_store(group: Any) -> RankStore | None:
     import torch.distributed as dist
 
     try:  # a separate connection, so that its errors do not affect the process group
-        store: Store = dist.PrefixStore("apollo_compile", group.get_group_store().clone())  # type: ignore[attr-defined]
+        store: RankStore = dist.PrefixStore("apollo_compile", group.get_group_store().clone())  # type: ignore[attr-defined]
         return store
     except dist.DistError as error:  # other ranks may have reached the store
         raise RankError(f"this rank stops, since it cannot reach the store of its process group: {error}") from error

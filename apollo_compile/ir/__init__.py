@@ -366,7 +366,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class RankedSchedule:
     """A schedule that the planner considered."""
 
     name: str
@@ -392,7 +392,7 @@ class Plan:
     serial_ns: int
     """Predicted makespan of the serial plan."""
     lower_bound_ns: int
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[RankedSchedule, ...] = ()
     """Candidates, in the order in which the planner considered them."""
     seed: int = 0
     solver: str | None = None

@@ -33,10 +33,10 @@ from apollo_compile.planner.placement import (
     Arc,
     Choice,
     Fleet,
-    Mode,
-    Placement,
+    PlacementMode,
+    PlacementTask,
     Scheduler,
-    Task,
+    TaskPlacement,
     duration_of,
     fits,
     groups_of,
@@ -56,7 +56,7 @@ predictions have errors of a few percent on a quiet machine, and more on a busy 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class EqualDevices:
     """Equal devices with equal links."""
 
     devices: int
@@ -75,7 +75,7 @@ def group_sizes(devices: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class ModuleCall:
     """A call of a module in the forward of a step; bytes are those of the whole batch."""
 
     name: str
@@ -113,11 +113,11 @@ class StepWork:
     """The calls of a step in the order of the forward, and the modules that they run."""
 
     modules: tuple[ModuleState, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class DeviceGroup:
     """Where a module runs."""
 
     module: str
@@ -138,7 +138,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
+class WorkInterval:
     """Interval in which a group works."""
 
     name: str
@@ -156,7 +156,7 @@ class Baseline:
 
     name: str
     step_ns: int
-    groups: tuple[Group, ...]
+    groups: tuple[DeviceGroup, ...]
     keeps_memory: bool
 
 
@@ -164,11 +164,11 @@ class Baseline:
 class Deployment:
     """The groups of all modules, and the predicted step."""
 
-    cluster: Cluster
+    cluster: EqualDevices
     work: StepWork
-    groups: tuple[Group, ...]
+    groups: tuple[DeviceGroup, ...]
     """By module, in the order of `work.modules`."""
-    bars: tuple[Bar, ...]
+    bars: tuple[WorkInterval, ...]
     """Runs of modules, by start."""
     step_ns: int
     bound_ns: int
@@ -183,7 +183,7 @@ class Deployment:
         return 1 - self.bound_ns / self.step_ns if self.step_ns else 0.0
 
 
-def plan_deployment(work: StepWork, cluster: Cluster, *, seconds: float = 10.0) -> Deployment:
+def plan_deployment(work: StepWork, cluster: EqualDevices, *, seconds: float = 10.0) -> Deployment:
     """Return the best deployment that is found; with measured times, data parallelism unless it is clearly better.
 
     Arguments:
@@ -213,7 +213,12 @@ def plan_deployment(work: StepWork, cluster: Cluster, *, seconds: float = 10.0) 
 
 
 def deploy_on(
-    work: StepWork, cluster: Cluster, groups: Sequence[Group], *, like: Sequence[Bar] = (), bound_ns: int = 0
+    work: StepWork,
+    cluster: EqualDevices,
+    groups: Sequence[DeviceGroup],
+    *,
+    like: Sequence[WorkInterval] = (),
+    bound_ns: int = 0,
 ) -> Deployment:
     """Return the deployment on given groups, for example edited ones.
 
@@ -274,7 +279,7 @@ def _labels_of(work: StepWork) -> list[tuple[str, str, str]]:
     ]
 
 
-def _to_fleet(work: StepWork, cluster: Cluster) -> Fleet:
+def _to_fleet(work: StepWork, cluster: EqualDevices) -> Fleet:
     """Return the problem of the planner, with the tasks of `_labels_of`."""
     module_of = {module.name: index for index, module in enumerate(work.modules)}
     call_of: dict[str, int] = {}
@@ -317,7 +322,7 @@ def _to_fleet(work: StepWork, cluster: Cluster) -> Fleet:
     for name, module_name, kind in _labels_of(work):
         state = work.modules[module_of[module_name]]
         durations = tuple(duration_ns(name, kind, state, index) for index in range(len(state.groups)))
-        tasks.append(Task(module=module_of[module_name], durations=durations))
+        tasks.append(PlacementTask(module=module_of[module_name], durations=durations))
     arcs, last = [], 2 * len(work.calls) - 1
     for index, call in enumerate(work.calls):
         arcs += [Arc(index, last - index), Arc(last - index, last + 1 + module_of[call.module])]
@@ -329,7 +334,7 @@ def _to_fleet(work: StepWork, cluster: Cluster) -> Fleet:
         memory=cluster.memory_bytes,
         modules=tuple(
             tuple(
-                Mode(devices=devices, units=units, memory=module.state_bytes + -(-num_bytes // devices))
+                PlacementMode(devices=devices, units=units, memory=module.state_bytes + -(-num_bytes // devices))
                 for devices, units in module.groups
             )
             for module, num_bytes in zip(work.modules, kept, strict=True)
@@ -413,18 +418,20 @@ def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
 # ------------------------------------------------------------------------------------------------------- to the result
 
 
-def _to_deployment(work: StepWork, cluster: Cluster, fleet: Fleet, placement: Placement, bound: int) -> Deployment:
+def _to_deployment(
+    work: StepWork, cluster: EqualDevices, fleet: Fleet, placement: TaskPlacement, bound: int
+) -> Deployment:
     placement = Scheduler(fleet).settle(placement)
     ends = [start + duration_of(fleet, task, placement.choices) for task, start in enumerate(placement.starts)]
     bars = [
-        Bar(name=name, module=module, kind=kind, start_ns=start, end_ns=end)
+        WorkInterval(name=name, module=module, kind=kind, start_ns=start, end_ns=end)
         for (name, module, kind), start, end in zip(_labels_of(work), placement.starts, ends, strict=True)
         if end > start
     ]
 
-    def groups(choices: Sequence[Choice]) -> tuple[Group, ...]:
+    def groups(choices: Sequence[Choice]) -> tuple[DeviceGroup, ...]:
         return tuple(
-            Group(module=module.name, first=first, devices=modes[mode].devices, units=modes[mode].units)
+            DeviceGroup(module=module.name, first=first, devices=modes[mode].devices, units=modes[mode].units)
             for module, modes, (mode, first) in zip(work.modules, fleet.modules, choices, strict=True)
         )
 

@@ -31,7 +31,6 @@ from typing import Literal
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
 from apollo_compile.ir import (
     Assignment,
-    Candidate,
     CostTable,
     Lane,
     LaneId,
@@ -39,6 +38,7 @@ from apollo_compile.ir import (
     Origin,
     Plan,
     Quota,
+    RankedSchedule,
     SegmentGraph,
     SegmentId,
 )
@@ -183,9 +183,9 @@ def to_problem(
         units_by_owners[owners] = units_by_owners.get(owners, 0) + 1
     limits_memory = memory_quota is not None
 
-    def task_mode(segment: SegmentId, lane: int, mode: Mode) -> planning.Mode:
+    def task_mode(segment: SegmentId, lane: int, mode: Mode) -> planning.ExecutionMode:
         outputs = sum(graph.buffers[buffer].num_bytes for buffer in graph.segments[segment].outputs)
-        return planning.Mode(
+        return planning.ExecutionMode(
             lane=lane,
             duration=mode.duration_ns,
             demands=(max(0, mode.memory_bytes - outputs),) if limits_memory else (),
@@ -228,7 +228,7 @@ def _mode_by_place(graph: SegmentGraph, costs: CostTable, lanes: Sequence[Lane],
     return found
 
 
-def _holds(graph: SegmentGraph) -> tuple[planning.Hold, ...]:
+def _holds(graph: SegmentGraph) -> tuple[planning.ResourceHold, ...]:
     is_read = {other for segment in graph.segments for other in graph.predecessors(segment.id)}
     last = [segment.id for segment in graph.segments if segment.id not in is_read]
     holds = []
@@ -236,7 +236,9 @@ def _holds(graph: SegmentGraph) -> tuple[planning.Hold, ...]:
         if buffer.producer is not None:
             readers = {*buffer.readers, *(last if buffer.is_output else ())} - {buffer.producer}
             holds.append(
-                planning.Hold(resource=0, amount=buffer.num_bytes, task=buffer.producer, readers=tuple(sorted(readers)))
+                planning.ResourceHold(
+                    resource=0, amount=buffer.num_bytes, task=buffer.producer, readers=tuple(sorted(readers))
+                )
             )
     return tuple(holds)
 
@@ -247,9 +249,9 @@ def _to_plan(
     lanes: tuple[Lane, ...],
     useful: tuple[Lane, ...],
     problem: planning.Problem,
-    schedule: planning.Schedule,
+    schedule: planning.TaskSchedule,
     execution: Execution,
-    serial: planning.Schedule,
+    serial: planning.TaskSchedule,
     *,
     solution: Solution | None = None,
     pinned: Plan | None = None,
@@ -265,7 +267,7 @@ def _to_plan(
         candidates=()
         if solution is None
         else tuple(
-            Candidate(name=found.name, undisturbed_ns=found.makespan, makespan_ns=found.executed)
+            RankedSchedule(name=found.name, undisturbed_ns=found.makespan, makespan_ns=found.executed)
             for found in solution.candidates
         ),
         seed=solution.seed if solution else (pinned.seed if pinned else 0),
@@ -281,7 +283,7 @@ def _assign(
     costs: CostTable,
     lanes: tuple[Lane, ...],
     problem: planning.Problem,
-    schedule: planning.Schedule,
+    schedule: planning.TaskSchedule,
     execution: Execution,
 ) -> tuple[Assignment, ...]:
     assignments = []
@@ -300,7 +302,7 @@ def _assign(
     return tuple(assignments)
 
 
-def _origin(schedule: planning.Schedule, serial: planning.Schedule, solution: Solution | None) -> Origin:
+def _origin(schedule: planning.TaskSchedule, serial: planning.TaskSchedule, solution: Solution | None) -> Origin:
     if solution is None or (schedule.modes, schedule.starts) == (serial.modes, serial.starts):
         return Origin.SERIAL
     if solution.proof == "bound":
@@ -308,7 +310,7 @@ def _origin(schedule: planning.Schedule, serial: planning.Schedule, solution: So
     return Origin.FEASIBLE if solution.is_from_solver else Origin.GREEDY
 
 
-def _follow(pinned: Plan, problem: planning.Problem) -> planning.Schedule:
+def _follow(pinned: Plan, problem: planning.Problem) -> planning.TaskSchedule:
     """Return the schedule of `problem` with the lanes and the order of a pinned plan."""
     mode_by_lane = [{mode.lane: index for index, mode in enumerate(task.modes)} for task in problem.tasks]
     modes = [mode_by_lane[assignment.segment][assignment.lane] for assignment in pinned.assignments]

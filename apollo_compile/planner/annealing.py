@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apollo_compile.planner.greedy import splits
-from apollo_compile.planner.problem import MAKESPAN, Problem, Schedule
+from apollo_compile.planner.problem import MAKESPAN, Problem, TaskSchedule
 from apollo_compile.planner.simulate import Partial, Simulator
 
 HOTTEST = 0.3
@@ -52,12 +52,12 @@ STEPS_PER_DEADLINE = 64
 class Annealed:
     """Result of a walk."""
 
-    schedule: Schedule
+    schedule: TaskSchedule
     """The shortest schedule of the walk."""
     reached_deadline: bool
 
 
-def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, deadline: float) -> Annealed:
+def anneal(problem: Problem, start: TaskSchedule, *, seed: int, iterations: int, deadline: float) -> Annealed:
     """Return the best schedule within `iterations` moves.
 
     Arguments:
@@ -100,7 +100,7 @@ class _Change:
 class _Walk:
     """The current schedule, with the state at every position of its order to replay from there."""
 
-    def __init__(self, problem: Problem, start: Schedule) -> None:
+    def __init__(self, problem: Problem, start: TaskSchedule) -> None:
         num_tasks = len(problem.tasks)
         self.simulator = Simulator(problem)
         self.schedule = start
@@ -125,7 +125,7 @@ class _Walk:
         partial = self._replay(change, limit)
         if partial is None:
             return False
-        schedule = Schedule(modes=tuple(change.modes), starts=tuple(partial.starts), makespan=max(partial.ends))
+        schedule = TaskSchedule(modes=tuple(change.modes), starts=tuple(partial.starts), makespan=max(partial.ends))
         if any(self.simulator.problem.resource_violations(schedule)):
             return False
         self._adopt(change, partial)

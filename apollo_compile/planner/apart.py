@@ -43,7 +43,7 @@ from typing import Any
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.placement import Choice, Fleet, Placed, place, violations
+from apollo_compile.planner.placement import Choice, Fleet, PlacedTask, place, violations
 from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import execute
 from apollo_compile.planner.solve import Effort, Solution, solve
@@ -101,7 +101,7 @@ def bound_apart(problem: Problem) -> int:
         return lower_bound(problem, use_program=False)
 
 
-def place_apart(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float) -> Placed:
+def place_apart(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float) -> PlacedTask:
     """Return the best placement found within a time; `placement.place` has the arguments.
 
     Raises:
@@ -112,7 +112,7 @@ def place_apart(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: fl
         if "infeasible" in answer:
             raise InfeasiblePlanError(str(answer["infeasible"]))
         try:
-            placed = from_json(Placed, answer.get("placed"))
+            placed = from_json(PlacedTask, answer.get("placed"))
         except ValueError as error:
             raise _ProcessError(str(error)) from error
         if broken := violations(fleet, placed.placement):

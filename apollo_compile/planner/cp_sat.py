@@ -26,7 +26,7 @@ from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
 from apollo_compile.planner.model import Model, build_model
-from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.problem import Problem, TaskSchedule
 from apollo_compile.planner.simulate import Simulator
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SolverOutcome:
 
     status: Status
     """Claim of CP-SAT."""
-    schedule: Schedule | None
+    schedule: TaskSchedule | None
     bound: int
     """Lower bound that CP-SAT claims."""
     reached_time_limit: bool
@@ -50,7 +50,7 @@ class SolverOutcome:
 def solve_with_cp_sat(
     problem: Problem,
     *,
-    hint: Schedule | None,
+    hint: TaskSchedule | None,
     lower_bound: int,
     seed: int,
     deterministic_time: float,
@@ -110,7 +110,7 @@ def _longest(problem: Problem, kept: Sequence[Sequence[int]]) -> int:
     return sum(slowest) + problem.handover * max(0, len(kept) - 1)
 
 
-def _add_hint(model: Model, schedule: Schedule) -> None:
+def _add_hint(model: Model, schedule: TaskSchedule) -> None:
     """Hint every variable."""
     cp, ends = model.cp, model.problem.ends(schedule)
     for task, task_modes in enumerate(model.task_modes):
@@ -150,7 +150,7 @@ def search(model: Model, *, seed: int, deterministic_time: float, time_limit_s: 
         raise InvariantError(f"CP-SAT rejects the planner's model: {model.cp.validate()}")
     schedule = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        schedule = Schedule(
+        schedule = TaskSchedule(
             modes=tuple(
                 next(task_mode.index for task_mode in task_modes if solver.boolean_value(task_mode.on))
                 for task_modes in model.task_modes

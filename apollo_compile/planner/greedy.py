@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.problem import Problem, TaskSchedule
 from apollo_compile.planner.simulate import Simulator, serial_schedule, tail_lengths
 
 MAX_READY = 8
@@ -43,7 +43,7 @@ _CHOICES = (
 """by_time and greed of the portfolio's rules, ordered by how often each was best."""
 
 
-def greedy_schedules(problem: Problem) -> tuple[Schedule, ...]:
+def greedy_schedules(problem: Problem) -> tuple[TaskSchedule, ...]:
     """Return distinct schedules: the serial one, then one per rule of the portfolio."""
     serial = serial_schedule(problem)
     if len(problem.tasks) < 2 or not problem.atom_sizes:
@@ -177,7 +177,7 @@ class _ListSchedule:
             if not count:
                 self.make_ready(task)
 
-    def complete(self) -> Schedule:
+    def complete(self) -> TaskSchedule:
         """Append all tasks, and return the schedule."""
         limit = MAX_READY if self.rule.by_time else 1
         while self.ready:

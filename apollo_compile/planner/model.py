@@ -45,7 +45,7 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from apollo_compile.planner.problem import Hold, Mode, Problem
+from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold
 
 MAX_AMOUNT = 1_000_000
 """Larger capacities are rounded, because capacity x makespan in nanoseconds must fit into 64 bits."""
@@ -58,7 +58,7 @@ class TaskMode:
 
     task: int
     index: int
-    mode: Mode
+    mode: ExecutionMode
     on: cp_model.BoolVarT
     start: cp_model.IntVar
     """Start in this mode: a separate variable if the task has several modes and there are atoms, else the task's."""
@@ -68,7 +68,7 @@ class TaskMode:
 class HoldVariables:
     """Variables of a hold in the model."""
 
-    hold: Hold
+    hold: ResourceHold
     last: cp_model.IntVar
     length: cp_model.IntVar
     interval: cp_model.IntervalVar
@@ -297,7 +297,7 @@ def _largest_amount(model: Model, count: int) -> int:
     return max(1, min(MAX_AMOUNT, MAX_INTEGER // (max(1, model.horizon) * count)))
 
 
-def _add_lifetime(model: Model, hold: Hold) -> HoldVariables:
+def _add_lifetime(model: Model, hold: ResourceHold) -> HoldVariables:
     """Post the lifetime of a hold."""
     cp, ancestors = model.cp, _ancestors(model.problem)
     awaited = [

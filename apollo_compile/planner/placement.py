@@ -31,7 +31,7 @@ MOST_INTERVALS = 6_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mode:
+class PlacementMode:
     """A way to run a module."""
 
     devices: int
@@ -42,7 +42,7 @@ class Mode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class PlacementTask:
     """Work of a module."""
 
     module: int
@@ -66,8 +66,8 @@ class Fleet:
     """Units of each device."""
     memory: int | None
     """Bytes of each device; None is no limit."""
-    modules: tuple[tuple[Mode, ...], ...]
-    tasks: tuple[Task, ...]
+    modules: tuple[tuple[PlacementMode, ...], ...]
+    tasks: tuple[PlacementTask, ...]
     arcs: tuple[Arc, ...]
     """From tasks to later ones: the tasks are in topological order."""
 
@@ -77,7 +77,7 @@ Choice: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class TaskPlacement:
     """Choices of all modules, and starts of all tasks."""
 
     choices: tuple[Choice, ...]
@@ -86,15 +86,15 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
+class PlacedTask:
     """The best placement that was found."""
 
-    placement: Placement
+    placement: TaskPlacement
     bound: int
     """Lower bound of the makespan of all placements."""
 
 
-def groups_of(fleet: Fleet, mode: Mode) -> range:
+def groups_of(fleet: Fleet, mode: PlacementMode) -> range:
     """Return the first devices that a mode may have."""
     return range(0, fleet.devices - mode.devices + 1, mode.devices)
 
@@ -146,7 +146,7 @@ class Scheduler:
             found[task] = max(found[task], *(found[other] for other in before), 0)
         return sorted(range(len(found)), key=lambda task: (found[task], task))
 
-    def settle(self, placement: Placement) -> Placement:
+    def settle(self, placement: TaskPlacement) -> TaskPlacement:
         """Return the placement with all tasks as early as their order allows."""
         while True:
             again = self.schedule(placement.choices, self.order_of(placement.starts))
@@ -154,12 +154,12 @@ class Scheduler:
                 return again
             placement = again
 
-    def best_of_orders(self, choices: Sequence[Choice]) -> Placement:
+    def best_of_orders(self, choices: Sequence[Choice]) -> TaskPlacement:
         """Return the shorter schedule of two orders: the longest rest first, and as the tasks are given."""
         orders = (self.critical_order(choices), range(len(self.fleet.tasks)))
         return min((self.schedule(choices, order) for order in orders), key=attrgetter("makespan"))
 
-    def schedule(self, choices: Sequence[Choice], order: Sequence[int]) -> Placement:
+    def schedule(self, choices: Sequence[Choice], order: Sequence[int]) -> TaskPlacement:
         """Return the schedule that starts the tasks of an order as early as those before it allow, also in their gaps.
 
         Arguments:
@@ -184,7 +184,7 @@ class Scheduler:
                         break
                 placed.append(_Use(start, start + duration, mask, modes[module].units))
             starts[task], ends[task] = start, start + duration
-        return Placement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
+        return TaskPlacement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
 
 
 class _Use(NamedTuple):
@@ -212,7 +212,7 @@ def _has_room(beside: Sequence[_Use], mask: int, spare: int) -> bool:
     return True
 
 
-def violations(fleet: Fleet, placement: Placement) -> list[str]:
+def violations(fleet: Fleet, placement: TaskPlacement) -> list[str]:
     """Return the broken rules of a placement, by another way than `Scheduler`; empty if it is valid."""
     choices, starts = placement.choices, placement.starts
     if len(choices) != len(fleet.modules) or len(starts) != len(fleet.tasks):
@@ -249,7 +249,7 @@ def violations(fleet: Fleet, placement: Placement) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- search
 
 
-def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, use_solver: bool = True) -> Placed:
+def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, use_solver: bool = True) -> PlacedTask:
     """Return the best placement found within a time, not longer than any of `starts` that keeps the memory.
 
     Arguments:
@@ -291,13 +291,13 @@ def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, u
         bound = outcome.bound
         if outcome.choices and not is_pool:
             best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=attrgetter("makespan"))
-    return Placed(placement=best, bound=min(bound, best.makespan))
+    return PlacedTask(placement=best, bound=min(bound, best.makespan))
 
 
 def _uniform(fleet: Fleet) -> list[tuple[Choice, ...]]:
     """Return choices in which all modules have about the same devices and units, from the first device on."""
 
-    def nearest(modes: Sequence[Mode], like: Mode) -> int:
+    def nearest(modes: Sequence[PlacementMode], like: PlacementMode) -> int:
         off = [(abs(mode.devices - like.devices), abs(mode.units - like.units)) for mode in modes]
         return off.index(min(off))
 
@@ -324,7 +324,7 @@ def _simple_bound(fleet: Fleet) -> int:
     return max(*ends, -(-least // (fleet.devices * fleet.units)))
 
 
-def _descend(scheduler: Scheduler, best: Placement, deadline: float) -> Placement:
+def _descend(scheduler: Scheduler, best: TaskPlacement, deadline: float) -> TaskPlacement:
     """Return a placement that no other mode of one module makes shorter, each on its least loaded devices."""
     fleet, before = scheduler.fleet, -1
     while before != best.makespan and time.monotonic() < deadline:

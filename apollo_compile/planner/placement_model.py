@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.planner.placement import Choice, Fleet, Placement, groups_of
+from apollo_compile.planner.placement import Choice, Fleet, TaskPlacement, groups_of
 
 MOST_TICKS = 50_000
 """Ticks of the longest schedule that is searched for."""
@@ -27,7 +27,7 @@ GOOD = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class PlacementOutcome:
     """The best solution of a model."""
 
     choices: tuple[Choice, ...]
@@ -38,7 +38,7 @@ class Outcome:
     """Lower bound of what is minimised."""
 
 
-def search(fleet: Fleet, *, hint: Placement, bound: int, seconds: float, is_pool: bool = False) -> Outcome:
+def search(fleet: Fleet, *, hint: TaskPlacement, bound: int, seconds: float, is_pool: bool = False) -> PlacementOutcome:
     """Search for a schedule that is shorter than the hint.
 
     Arguments:
@@ -90,7 +90,7 @@ def search(fleet: Fleet, *, hint: Placement, bound: int, seconds: float, is_pool
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         times = [(solver.value(start), solver.value(end)) for start, end in zip(starts, ends, strict=True)]
         order = sorted(range(len(times)), key=lambda task: (times[task], task))
-    return Outcome(
+    return PlacementOutcome(
         choices=_chosen(solver, at) if order else (),
         order=tuple(order),
         bound=max(bound, round(floor) * tick if math.isfinite(floor) else 0),
@@ -123,7 +123,7 @@ def _add_work(
     cp.add(work_of(range(len(fleet.tasks))) <= units * makespan)
 
 
-def least_memory(fleet: Fleet, *, seconds: float) -> Outcome:
+def least_memory(fleet: Fleet, *, seconds: float) -> PlacementOutcome:
     """Return the choices with the least memory of the fullest device, and a lower bound of that."""
     cp = cp_model.CpModel()
     at = _options(cp, fleet)
@@ -134,7 +134,7 @@ def least_memory(fleet: Fleet, *, seconds: float) -> Outcome:
     solver, status = _solve(cp, seconds)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise InvariantError(f"CP-SAT found no placement without a limit of memory: {solver.status_name(status)}")
-    return Outcome(choices=_chosen(solver, at), order=(), bound=round(solver.best_objective_bound))
+    return PlacementOutcome(choices=_chosen(solver, at), order=(), bound=round(solver.best_objective_bound))
 
 
 def _solve(cp: cp_model.CpModel, seconds: float) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:

@@ -11,8 +11,8 @@ successor, or of an atom to its next user.
 (4) renewable      sum of demands[k] of the tasks that run, and of the amounts held  <= capacities[k], at every instant
 (5) objective      minimise max_t end[t]
 
-A `Hold` is an amount of a renewable resource that is in use from the start of a task until its last reader has ended:
-the memory of a value. An amount that is in use only while the task runs (workspace, bandwidth) is a demand.
+A `ResourceHold` is an amount of a renewable resource that is in use from the start of a task until its last reader has
+ended: the memory of a value. An amount that is in use only while the task runs (workspace, bandwidth) is a demand.
 
 A lane without atoms, such as that of a network, excludes no other. Tasks that may run there are ordered by precedence.
 
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mode:
+class ExecutionMode:
     """One way to run a task."""
 
     lane: int = 0
@@ -55,12 +55,12 @@ class Mode:
 class Task:
     """A task: its modes, the reference mode first, and the tasks that end before it starts."""
 
-    modes: tuple[Mode, ...]
+    modes: tuple[ExecutionMode, ...]
     predecessors: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hold:
+class ResourceHold:
     """`amount` of a renewable resource, from the start of `task` until it and all readers have ended."""
 
     resource: int
@@ -102,7 +102,7 @@ class Problem:
     handover: int = 0
     capacities: tuple[int, ...] = ()
     """Capacity of every renewable resource."""
-    holds: tuple[Hold, ...] = ()
+    holds: tuple[ResourceHold, ...] = ()
     interference: Interference = Interference()
 
     def successors(self) -> list[list[int]]:
@@ -126,15 +126,15 @@ class Problem:
             if all(mode.demand(resource) <= amount for resource, amount in enumerate(left))
         ]
 
-    def mode(self, schedule: Schedule, task: int) -> Mode:
+    def mode(self, schedule: TaskSchedule, task: int) -> ExecutionMode:
         """Return the mode in which the schedule runs the task."""
         return self.tasks[task].modes[schedule.modes[task]]
 
-    def is_valid(self, schedule: Schedule) -> bool:
+    def is_valid(self, schedule: TaskSchedule) -> bool:
         """Return whether the schedule satisfies every constraint."""
         return not self.violations(schedule)
 
-    def violations(self, schedule: Schedule) -> tuple[str, ...]:
+    def violations(self, schedule: TaskSchedule) -> tuple[str, ...]:
         """Return one line per constraint that the schedule violates."""
         if not len(schedule.modes) == len(schedule.starts) == len(self.tasks):
             return (
@@ -155,11 +155,11 @@ class Problem:
             found.append(f"(5) makespan is {last}, not {schedule.makespan}")
         return tuple(found)
 
-    def ends(self, schedule: Schedule) -> list[int]:
+    def ends(self, schedule: TaskSchedule) -> list[int]:
         """Return the end of every task."""
         return [start + self.mode(schedule, task).duration for task, start in enumerate(schedule.starts)]
 
-    def _order_violations(self, schedule: Schedule) -> Iterator[str]:
+    def _order_violations(self, schedule: TaskSchedule) -> Iterator[str]:
         """Compare neighbours on every atom: if they satisfy (3), all pairs do, because durations are positive."""
         ends = self.ends(schedule)
         lanes = [self.mode(schedule, task).lane for task in range(len(self.tasks))]
@@ -181,14 +181,14 @@ class Problem:
         for (before, after), atoms in collisions.items():
             yield f"(3) tasks {before} and {after} collide on atoms {atoms}"
 
-    def resource_violations(self, schedule: Schedule) -> Iterator[str]:
+    def resource_violations(self, schedule: TaskSchedule) -> Iterator[str]:
         """Yield one line per resource whose capacity the schedule exceeds."""
         for resource, capacity in enumerate(self.capacities):
             peak = self.peak(schedule, resource)
             if peak > capacity:
                 yield f"(4) {peak} of renewable resource {resource} in use, there are {capacity}"
 
-    def peak(self, schedule: Schedule, resource: int) -> int:
+    def peak(self, schedule: TaskSchedule, resource: int) -> int:
         """Return the largest amount of a renewable resource that is in use at one instant."""
         ends = self.ends(schedule)
         changes: list[tuple[int, int]] = []
@@ -207,7 +207,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class TaskSchedule:
     """Mode (its index among the task's modes) and start of every task."""
 
     modes: tuple[int, ...]

@@ -32,7 +32,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from apollo_compile.planner.problem import Problem, Schedule, Task
+from apollo_compile.planner.problem import Problem, Task, TaskSchedule
 
 PROGRESS_TOLERANCE = 1e-6
 """A task has ended when less work than this is left: rates are floating point, and no task is shorter than 1."""
@@ -78,11 +78,11 @@ class Simulator:
         self.handover = problem.handover
         self.num_atoms = len(problem.atom_sizes)
 
-    def replay(self, order: Sequence[int], modes: Sequence[int]) -> Schedule:
+    def replay(self, order: Sequence[int], modes: Sequence[int]) -> TaskSchedule:
         """Return the semi-active schedule; `order` is topological."""
         partial = self.begin()
         self.extend(partial, order, modes, math.inf)
-        return Schedule(modes=tuple(modes), starts=tuple(partial.starts), makespan=max(partial.ends, default=0))
+        return TaskSchedule(modes=tuple(modes), starts=tuple(partial.starts), makespan=max(partial.ends, default=0))
 
     def begin(self) -> Partial:
         """Return an empty schedule."""
@@ -126,7 +126,7 @@ class Simulator:
         return True
 
 
-def execute(problem: Problem, schedule: Schedule) -> Execution:
+def execute(problem: Problem, schedule: TaskSchedule) -> Execution:
     """Predict the execution of a valid schedule with interference; see the top of this file."""
     modes = [problem.mode(schedule, task) for task in range(len(problem.tasks))]
     total = sum(problem.atom_sizes)
@@ -173,10 +173,12 @@ def execute(problem: Problem, schedule: Schedule) -> Execution:
     return Execution(starts=tuple(starts), ends=tuple(ends), makespan=now)
 
 
-def serial_schedule(problem: Problem) -> Schedule:
+def serial_schedule(problem: Problem) -> TaskSchedule:
     """Return the schedule that runs every task in its reference mode, one after the other in the given order."""
     ends = list(itertools.accumulate(task.modes[0].duration for task in problem.tasks))
-    return Schedule(modes=(0,) * len(ends), starts=(0, *ends[:-1]) if ends else (), makespan=ends[-1] if ends else 0)
+    return TaskSchedule(
+        modes=(0,) * len(ends), starts=(0, *ends[:-1]) if ends else (), makespan=ends[-1] if ends else 0
+    )
 
 
 def tail_lengths(successors: Sequence[Sequence[int]], durations: Sequence[int]) -> list[int]:
@@ -195,7 +197,7 @@ def _fastest_by_lane(task: Task) -> dict[int, int]:
     return found
 
 
-def _gaps(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
+def _gaps(problem: Problem, schedule: TaskSchedule) -> list[dict[int, int]]:
     """Return, per task, the tasks that it waits for, with the gap between their end and its start."""
     lanes = [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
     found: list[dict[int, int]] = [{} for _ in lanes]
@@ -213,7 +215,7 @@ def _gaps(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
     return found
 
 
-def _keep_intervals_apart(problem: Problem, schedule: Schedule, gaps: list[dict[int, int]]) -> None:
+def _keep_intervals_apart(problem: Problem, schedule: TaskSchedule, gaps: list[dict[int, int]]) -> None:
     """Make every task wait for all tasks that end before its start in the schedule; skip waits that others imply."""
     ends = problem.ends(schedule)
     by_end = sorted(range(len(ends)), key=lambda task: ends[task])

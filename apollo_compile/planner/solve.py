@@ -40,7 +40,7 @@ from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner.annealing import anneal
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import MAKESPAN, Problem, Schedule
+from apollo_compile.planner.problem import MAKESPAN, Problem, TaskSchedule
 from apollo_compile.planner.simulate import Execution, execute, serial_schedule
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class SolutionCandidate:
 class Solution:
     """The best candidate, and how it was found."""
 
-    schedule: Schedule
+    schedule: TaskSchedule
     execution: Execution
     bound: int
     """No valid schedule is shorter, with or without interference."""
@@ -130,7 +130,7 @@ class _Found:
     """A valid schedule."""
 
     name: str
-    schedule: Schedule
+    schedule: TaskSchedule
     execution: Execution
     is_from_solver: bool
 
@@ -172,9 +172,9 @@ class _Search:
         if is_left and self._is_worthwhile(best):
             self._solve(best)
 
-    def offer(self, name: str, schedules: Iterable[Schedule]) -> list[Schedule]:
+    def offer(self, name: str, schedules: Iterable[TaskSchedule]) -> list[TaskSchedule]:
         """Make the best schedule of a stage per set of lanes in use a candidate; return all of these that are valid."""
-        best: dict[tuple[int, ...], Schedule] = {}
+        best: dict[tuple[int, ...], TaskSchedule] = {}
         for schedule in sorted(schedules, key=MAKESPAN):
             lanes = tuple(sorted({self.problem.mode(schedule, task).lane for task in range(len(schedule.modes))}))
             if lanes not in best and self.problem.is_valid(schedule):
@@ -209,7 +209,7 @@ class _Search:
             solver=self.solver,
         )
 
-    def _add(self, name: str, schedule: Schedule, *, is_from_solver: bool = False) -> None:
+    def _add(self, name: str, schedule: TaskSchedule, *, is_from_solver: bool = False) -> None:
         """Add a valid schedule as candidate."""
         key = (schedule.modes, schedule.starts)
         if key not in self.known:
@@ -223,7 +223,7 @@ class _Search:
                 )
             )
 
-    def _is_worthwhile(self, best: Schedule | None) -> bool:
+    def _is_worthwhile(self, best: TaskSchedule | None) -> bool:
         """Return whether a further stage could shorten the best schedule, and there is time for it."""
         return (best is None or best.makespan > self.bound) and self._has_time()
 
@@ -233,7 +233,7 @@ class _Search:
         self.stopped_early |= not has_time
         return has_time
 
-    def _anneal(self, starts: list[Schedule]) -> Schedule:
+    def _anneal(self, starts: list[TaskSchedule]) -> TaskSchedule:
         """Return the best schedule of several walks, which start alternately from `starts` and from the best so far."""
         problem = self.problem
         share = ANNEALING_SHARE if _suits_solver(problem) else ANNEALING_SHARE_ALONE
@@ -250,7 +250,7 @@ class _Search:
                 break
         return best
 
-    def _solve(self, best: Schedule | None) -> tuple[Schedule | None, bool]:
+    def _solve(self, best: TaskSchedule | None) -> tuple[TaskSchedule | None, bool]:
         """Return the solver's schedule, if there is a valid one, and whether the solver reports it as optimal."""
         from apollo_compile.planner import cp_sat
 

@@ -20,7 +20,7 @@ from apollo_compile.store.plan_file import NamedPlan
 from apollo_compile.units import format_ns
 
 
-class Placed(NamedTuple):
+class PlacedSegment(NamedTuple):
     """A segment in the plan of one side."""
 
     lane: int
@@ -40,7 +40,7 @@ class Side:
     predicted_ns: int
     serial_ns: int
     measured_ns: int | None = None
-    segments: dict[str, Placed]
+    segments: dict[str, PlacedSegment]
     """Segments by name, in start order."""
 
 
@@ -94,7 +94,7 @@ def sides_of_report(report: ModelSummary) -> tuple[Side, ...]:
             predicted_ns=graph.predicted_ns,
             serial_ns=graph.serial_ns,
             measured_ns=graph.measured.duration_ns if graph.measured else None,
-            segments={s.name: Placed(s.lane, s.units, s.predicted_ns) for s in graph.segments},
+            segments={s.name: PlacedSegment(s.lane, s.units, s.predicted_ns) for s in graph.segments},
         )
         for graph in report.graphs
     )
@@ -108,7 +108,9 @@ def sides_of_plans(plans: Iterable[NamedPlan]) -> tuple[Side, ...]:
             variant=Variant.PLAN,
             predicted_ns=plan.makespan_ns,
             serial_ns=plan.serial_ns,
-            segments={names[a.segment]: Placed(a.lane, a.quota.units, a.duration_ns) for a in plan.in_start_order()},
+            segments={
+                names[a.segment]: PlacedSegment(a.lane, a.quota.units, a.duration_ns) for a in plan.in_start_order()
+            },
         )
         for name, names, plan in plans
     )

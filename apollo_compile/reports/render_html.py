@@ -245,7 +245,7 @@ class ModuleGraph(NamedTuple):
     """Paths of SVG."""
 
 
-Item = int | tuple[int, int]
+RowItem = int | tuple[int, int]
 """What takes a row of a column: a module by its index, or the passage of all edges from a module through a column."""
 
 
@@ -258,12 +258,12 @@ def place_modules(graph: GraphSummary) -> ModuleGraph:
     rank: list[int] = []
     for index, module in enumerate(graph.modules):
         rank.append(1 + max((rank[other] for other in module.after if other < index), default=-1))
-    before: dict[Item, set[Item]] = {index: set() for index in range(len(rank))}
+    before: dict[RowItem, set[RowItem]] = {index: set() for index in range(len(rank))}
     ways = [_way(rank, other, index) for index, module in enumerate(graph.modules) for other in module.after]
     for way in ways:
         for earlier, item in itertools.pairwise(way):
             before.setdefault(item, set()).add(earlier)
-    columns: dict[int, list[Item]] = defaultdict(list)
+    columns: dict[int, list[RowItem]] = defaultdict(list)
     for item in before:
         columns[item[1] if isinstance(item, tuple) else rank[item]].append(item)
     place = _order_columns(columns, before)
@@ -280,14 +280,16 @@ def place_modules(graph: GraphSummary) -> ModuleGraph:
     return ModuleGraph(width, height, [boxes[index] for index in range(len(graph.modules))], edges)
 
 
-def _way(rank: Sequence[int], start: int, end: int) -> list[Item]:
+def _way(rank: Sequence[int], start: int, end: int) -> list[RowItem]:
     """Return the modules where an edge starts and ends, and the passages between them."""
     return [start, *((start, column) for column in range(rank[start] + 1, rank[end])), end]
 
 
-def _order_columns(columns: Mapping[int, list[Item]], before: Mapping[Item, Collection[Item]]) -> dict[Item, int]:
+def _order_columns(
+    columns: Mapping[int, list[RowItem]], before: Mapping[RowItem, Collection[RowItem]]
+) -> dict[RowItem, int]:
     """Return the row of every item in its column, close to the items that it reads from."""
-    place: dict[Item, int] = {}
+    place: dict[RowItem, int] = {}
     for number in sorted(columns):
         weights = {}
         for position, item in enumerate(columns[number]):

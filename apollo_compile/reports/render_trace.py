@@ -24,7 +24,7 @@ from typing import Any
 from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
 from apollo_compile.units import NS_PER_US
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 _PROCESSES = {"serial": 1, "predicted": 2, "measured": 3}
 
@@ -34,7 +34,7 @@ _THREADS = 100_000
 
 def render_trace(report: ModelSummary) -> dict[str, Any]:
     """Return the trace as plain data."""
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     names, lanes = {line.name for graph in report.graphs for line in graph.timelines}, _lanes(report)
     for name, process in _PROCESSES.items():
         if name in names:
@@ -61,7 +61,7 @@ def thread_of(process: int, row: int) -> int:
     return process * _THREADS + row
 
 
-def name_tracks(process: int, name: str, rows: Mapping[int, str]) -> Iterator[Event]:
+def name_tracks(process: int, name: str, rows: Mapping[int, str]) -> Iterator[TraceEvent]:
     """Yield the events that name and order a process and its rows."""
     named = [("process", process, thread_of(process, 0), name)]
     named += [("thread", row, thread_of(process, row), label) for row, label in rows.items()]
@@ -70,7 +70,7 @@ def name_tracks(process: int, name: str, rows: Mapping[int, str]) -> Iterator[Ev
             yield {"name": f"{kind}_{what}", "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
-def slice_event(name: str, category: str, process: int, row: int, start_ns: int, end_ns: int) -> Event:
+def slice_event(name: str, category: str, process: int, row: int, start_ns: int, end_ns: int) -> TraceEvent:
     """Return a complete event."""
     return {
         "name": name,
@@ -83,7 +83,7 @@ def slice_event(name: str, category: str, process: int, row: int, start_ns: int,
     }
 
 
-def counter_events(name: str, series: str, process: int, steps: Iterable[tuple[int, int]]) -> Iterator[Event]:
+def counter_events(name: str, series: str, process: int, steps: Iterable[tuple[int, int]]) -> Iterator[TraceEvent]:
     """Yield the events of a counter, one per change: (nanoseconds, value)."""
     for time_ns, value in steps:
         thread, args = thread_of(process, 0), {series: value}
@@ -97,7 +97,7 @@ def _lanes(report: ModelSummary) -> dict[int, int]:
     }
 
 
-def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> Iterator[Event]:
+def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> Iterator[TraceEvent]:
     process = _PROCESSES[line.name]
     segments = {segment.id: segment for segment in graph.segments}
     category = f"segment,{graph.role.value}"
@@ -136,11 +136,11 @@ def _counters(graph: GraphSummary, line: Timeline) -> list[tuple[str, str, Seque
     return found
 
 
-def _render_waits(graph: GraphSummary, line: Timeline, begin_ns: int, first_id: int) -> list[Event]:
+def _render_waits(graph: GraphSummary, line: Timeline, begin_ns: int, first_id: int) -> list[TraceEvent]:
     """Return the flows of the kept waits: from the end of the producer to the start of the consumer."""
     bars, process = {bar.segment: bar for bar in line.bars}, _PROCESSES[line.name]
     waits = [w for w in graph.waits if w.kept and w.producer in bars and w.consumer in bars]
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for number, wait in enumerate(waits, first_id):
         producer, consumer = bars[wait.producer], bars[wait.consumer]
         # A flow belongs to the slice that encloses it, which excludes the slice's end: hence one nanosecond before.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from apollo_compile.ir import Candidate, CostSource, GraphBreak, Origin, Role, Verdict
+from apollo_compile.ir import CostSource, GraphBreak, Origin, RankedSchedule, Role, Verdict
 from apollo_compile.ir.text import format_count
 from apollo_compile.units import format_roughly
 
@@ -249,7 +249,7 @@ class GraphSummary:
     critical_path_ns: int
     """Length of the longest chain of segments, each on the number of units on which it is fastest."""
     limit: Limit
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[RankedSchedule, ...]
     """Schedules that the planner considered, in order."""
     solver: str | None
     seed: int

@@ -18,7 +18,7 @@ from apollo_compile.config import Config
 from apollo_compile.errors import TargetError, UnsupportedGraphError
 from apollo_compile.ir import GraphBreak, Role
 from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
-from apollo_compile.session.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
+from apollo_compile.session.private_copy import Arguments, PrivateCopy, copy_inputs, same_random_states
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.target.target import Contract, Run
@@ -134,7 +134,7 @@ class DryRun:
 
 def trace(
     model: Callable[..., Any],
-    call: Call,
+    call: Arguments,
     config: Config,
     profile: DeviceProfile,
     *,

@@ -16,7 +16,7 @@ from torch import nn
 from apollo_compile.errors import TargetError
 from apollo_compile.torch_bridge.trees import leaves_of
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
@@ -58,13 +58,13 @@ class PrivateCopy:
                 parameter.data = parameter.data.clone()
 
 
-def copy_inputs(call: Call) -> Call:
+def copy_inputs(call: Arguments) -> Arguments:
     """Return a deep copy of the arguments of a call.
 
     Raises:
         TargetError: an argument cannot be copied.
     """
-    copied: Call = _copy(call, "the inputs", "pass tensors that are leaves: call detach() on them", {})
+    copied: Arguments = _copy(call, "the inputs", "pass tensors that are leaves: call detach() on them", {})
     return copied
 
 
@@ -89,7 +89,7 @@ def same_random_states() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def with_batch(call: Call, batch: int) -> Call:
+def with_batch(call: Arguments, batch: int) -> Arguments:
     """Return the call with inputs of another batch size; the batch size is the most common first dimension.
 
     Raises:
@@ -99,7 +99,7 @@ def with_batch(call: Call, batch: int) -> Call:
     if not sizes or batch < 1:
         raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
     size = sizes.most_common(1)[0][0]
-    changed: Call = _resize(call, size, batch)
+    changed: Arguments = _resize(call, size, batch)
     return changed
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from apollo_compile.store.files import Dated, FileFormat, FileState, Found, Store
-from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.findings import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint, describe_changes
 
 _logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class SelfCheck(Dated):
     """Result of a self-check, with the fingerprint of the GPU."""
 
     fingerprint: Fingerprint
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
 
     @property
     def complaint(self) -> str | None:

@@ -19,7 +19,7 @@ class Level(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CheckResult:
     """The result of one check."""
 
     level: Level

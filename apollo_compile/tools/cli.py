@@ -365,7 +365,7 @@ def _bench(args: argparse.Namespace) -> int:
     from apollo_compile.tools.bench.facts import machine_facts
     from apollo_compile.tools.bench.numbers import to_json as measurement_to_json
     from apollo_compile.tools.bench.render import format_measurement
-    from apollo_compile.tools.bench.task import KEPT_MEMORY, VARIANTS, Task
+    from apollo_compile.tools.bench.task import KEPT_MEMORY, VARIANTS, MeasuredTask
     from apollo_compile.tools.bench.turns import measure
     from apollo_compile.tools.targets import load_target
 
@@ -379,7 +379,7 @@ def _bench(args: argparse.Namespace) -> int:
         replace(variant, options={**options, **variant.options}) if variant.backend == "apollo" else variant
         for variant in chosen
     ]
-    task = Task(
+    task = MeasuredTask(
         builder="apollo_compile.tools.targets:load_target",
         arguments={"text": args.target, "arguments": dict(args.set)},
         mode="inference" if args.inference else "train",

@@ -20,14 +20,14 @@ from apollo_compile.cluster.files import (
     read_jobs,
     read_plan,
 )
-from apollo_compile.cluster.values import ClusterPlan, Schedule
+from apollo_compile.cluster.values import ClusterPlan, JobSchedule
 from apollo_compile.tools.arguments import above_zero, positive
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class ActionResult:
     """What an action has to say."""
 
     text: str
@@ -44,7 +44,7 @@ class Action:
     text: str
     """What it does, in a line."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Tell], Answer]
+    run: Callable[[argparse.Namespace, Tell], ActionResult]
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +62,14 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers; default: 0")
 
 
-def _generate(args: argparse.Namespace, tell: Tell) -> Answer:
+def _generate(args: argparse.Namespace, tell: Tell) -> ActionResult:
     from apollo_compile.cluster.generate import generate_jobs
 
     jobs = generate_jobs(read_cluster(args.cluster), args.jobs, seed=args.seed, load=args.load)
     args.file.write_text(format_trace(jobs), encoding="utf-8")
     last_s = max((job.arrival_s for job in jobs), default=0.0)
     text = f"{args.file}: {len(jobs)} jobs, the last of which arrives after {format_s(last_s)}"
-    return Answer(text=text, facts={"jobs": len(jobs), "last_arrival_s": last_s})
+    return ActionResult(text=text, facts={"jobs": len(jobs), "last_arrival_s": last_s})
 
 
 # ---------------------------------------------------------------------------------------------------------- simulate
@@ -83,17 +83,17 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _simulate(args: argparse.Namespace, tell: Tell) -> Answer:
+def _simulate(args: argparse.Namespace, tell: Tell) -> ActionResult:
     from apollo_compile.cluster.policies import policy_by_name
     from apollo_compile.cluster.simulate import simulate
 
     cluster, jobs = read_cluster(args.cluster), read_jobs(args.file)
     policies = [policy_by_name(name, cluster, jobs) for name in args.policy.split(",")]
     schedules = [simulate(cluster, jobs, policy) for policy in policies]
-    return Answer(text=_format_schedules(schedules), facts=[_facts_of(schedule) for schedule in schedules])
+    return ActionResult(text=_format_schedules(schedules), facts=[_facts_of(schedule) for schedule in schedules])
 
 
-def _format_schedules(schedules: Sequence[Schedule]) -> str:
+def _format_schedules(schedules: Sequence[JobSchedule]) -> str:
     rows = [
         (
             each.policy,
@@ -119,7 +119,7 @@ def _format_schedules(schedules: Sequence[Schedule]) -> str:
     return f"{len(schedules[0].end_s)} jobs, simulated by the steps that their gangs take; nothing was run\n\n{table}"
 
 
-def _facts_of(schedule: Schedule) -> dict[str, Any]:
+def _facts_of(schedule: JobSchedule) -> dict[str, Any]:
     return {
         "policy": schedule.policy,
         "mean_completion_s": schedule.mean_completion_s,
@@ -144,7 +144,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slurm", type=Path, metavar="FOLDER", help="write a script for Slurm per job")
 
 
-def _plan(args: argparse.Namespace, tell: Tell) -> Answer:
+def _plan(args: argparse.Namespace, tell: Tell) -> ActionResult:
     from apollo_compile.cluster.launch import slurm_scripts
     from apollo_compile.cluster.plan import plan_jobs
 
@@ -156,7 +156,7 @@ def _plan(args: argparse.Namespace, tell: Tell) -> Answer:
             (args.slurm / name).write_text(text, encoding="utf-8")
     if args.save is not None:
         args.save.write_text(format_plan_file(plan), encoding="utf-8")
-    return Answer(text=_format_plan(plan), facts=plan)
+    return ActionResult(text=_format_plan(plan), facts=plan)
 
 
 def _format_plan(plan: ClusterPlan) -> str:
@@ -191,13 +191,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(args: argparse.Namespace, tell: Tell) -> Answer:
+def _run(args: argparse.Namespace, tell: Tell) -> ActionResult:
     from apollo_compile.cluster.run import run_plan
 
     outcomes = run_plan(read_plan(args.file), logs=args.logs, address=args.address, tell=tell)
     rows = [(each.job, format_s(each.start_s), format_s(each.end_s), each.problem or "ended") for each in outcomes]
     table: str = tabulate(rows, headers=("job", "start", "end", "outcome"), colalign=("left", "right", "right", "left"))
-    return Answer(text=table, facts=outcomes, status=1 if any(each.problem for each in outcomes) else 0)
+    return ActionResult(text=table, facts=outcomes, status=1 if any(each.problem for each in outcomes) else 0)
 
 
 def format_s(seconds: float) -> str:

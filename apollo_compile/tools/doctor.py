@@ -29,7 +29,7 @@ from apollo_compile.progress import Progress
 from apollo_compile.store.files import FileState
 from apollo_compile.store.plan_file import read_plans
 from apollo_compile.store.profiles import cached_profile_path, inspect_profile
-from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.findings import CheckResult, Level
 
 LEAST_TORCH = (2, 11)
 
@@ -84,11 +84,11 @@ class MachineFacts:
     cuda_devices: tuple[str, ...] = ()
     cuda_build: str | None = None
     """CUDA version that torch was built with; None if it was built without CUDA."""
-    cuda_findings: tuple[Finding, ...] = ()
+    cuda_findings: tuple[CheckResult, ...] = ()
     """Findings about the first CUDA device, including its self-check."""
 
 
-def diagnose(facts: MachineFacts) -> tuple[Finding, ...]:
+def diagnose(facts: MachineFacts) -> tuple[CheckResult, ...]:
     """Return the findings, in the order in which problems should be fixed."""
     return (
         _ok("python", facts.python),
@@ -105,7 +105,7 @@ def diagnose(facts: MachineFacts) -> tuple[Finding, ...]:
     )
 
 
-def is_fit(findings: Iterable[Finding]) -> bool:
+def is_fit(findings: Iterable[CheckResult]) -> bool:
     """Return whether apollo works on this machine: no finding is an error."""
     return all(finding.level is not Level.ERROR for finding in findings)
 
@@ -113,14 +113,14 @@ def is_fit(findings: Iterable[Finding]) -> bool:
 # ------------------------------------------------------------------------------------------------------- judgements
 
 
-def _finding(level: Level, subject: str, message: str, advice: str = "") -> Finding:
-    return Finding(level=level, subject=subject, message=message, advice=advice)
+def _finding(level: Level, subject: str, message: str, advice: str = "") -> CheckResult:
+    return CheckResult(level=level, subject=subject, message=message, advice=advice)
 
 
 _ok, _note, _warning, _error = (functools.partial(_finding, level) for level in Level)
 
 
-def _torch(facts: MachineFacts) -> Finding:
+def _torch(facts: MachineFacts) -> CheckResult:
     least = ".".join(map(str, LEAST_TORCH))
     advice = f"install torch {least} or later"
     if facts.torch is None:
@@ -140,7 +140,7 @@ def _version(text: str) -> tuple[int, int] | None:
     return None
 
 
-def _native(facts: MachineFacts) -> Finding:
+def _native(facts: MachineFacts) -> CheckResult:
     subject = "native runtime"
     if facts.native_problem is not None:
         advice = "install apollo_compile for this Python: 'pip install .', or 'make native' in a checkout"
@@ -151,7 +151,7 @@ def _native(facts: MachineFacts) -> Finding:
     return _ok(subject, "loads")
 
 
-def _config(facts: MachineFacts) -> Finding:
+def _config(facts: MachineFacts) -> CheckResult:
     if facts.config_problem is not None:
         return _error("settings", facts.config_problem, "correct the environment variable, or unset it")
     if facts.plan_problem is not None:
@@ -160,7 +160,7 @@ def _config(facts: MachineFacts) -> Finding:
     return _ok("settings", "the environment's are valid")
 
 
-def _compiler(facts: MachineFacts) -> Finding:
+def _compiler(facts: MachineFacts) -> CheckResult:
     if facts.compiler is None:
         return _error(
             "C++ compiler",
@@ -182,7 +182,7 @@ def _can_compile(facts: MachineFacts) -> bool:
     return is_fit((_torch(facts), _native(facts), _compiler(facts)))
 
 
-def _bodies(facts: MachineFacts) -> Iterator[Finding]:
+def _bodies(facts: MachineFacts) -> Iterator[CheckResult]:
     if not _can_compile(facts):
         return  # other findings must be fixed first
     if not facts.is_body_tried:
@@ -198,7 +198,7 @@ def _bodies(facts: MachineFacts) -> Iterator[Finding]:
         yield _ok("native bodies", "a test body compiles, and runs without the GIL")
 
 
-def _cores(facts: MachineFacts) -> Iterator[Finding]:
+def _cores(facts: MachineFacts) -> Iterator[CheckResult]:
     cores, allowed, limit = facts.cores, facts.allowed_cores, facts.core_limit
     seen = min(allowed, facts.threads or allowed)
     usable = seen if limit is None else min(seen, max(1, int(limit)))
@@ -225,7 +225,7 @@ def _cores(facts: MachineFacts) -> Iterator[Finding]:
         yield _warning("OpenMP", message, "install a build of torch with OpenMP")
 
 
-def _profile(facts: MachineFacts) -> Iterator[Finding]:
+def _profile(facts: MachineFacts) -> Iterator[CheckResult]:
     advice = "run 'apollo calibrate': it takes about a minute"
     where = str(facts.profile_path)
     match facts.profile:
@@ -240,14 +240,14 @@ def _profile(facts: MachineFacts) -> Iterator[Finding]:
             yield _warning("device profile", f"{where} is {facts.profile.value} ({facts.profile_detail})", advice)
 
 
-def _cache(facts: MachineFacts) -> Finding:
+def _cache(facts: MachineFacts) -> CheckResult:
     if facts.cache_problem is None:
         return _ok("cache", f"{facts.cache} can be written")
     advice = "set XDG_CACHE_HOME or 'device.cache'; until then every process measures the machine again"
     return _warning("cache", f"{facts.cache} cannot be written: {facts.cache_problem}", advice)
 
 
-def _ortools(facts: MachineFacts) -> Finding:
+def _ortools(facts: MachineFacts) -> CheckResult:
     if facts.ortools is not None:
         return _ok("OR-Tools", facts.ortools)
     message = f"plans come from heuristics, and bounds are weaker: cannot be imported: {facts.ortools_problem}"
@@ -256,7 +256,7 @@ def _ortools(facts: MachineFacts) -> Finding:
     )
 
 
-def _cuda(facts: MachineFacts) -> list[Finding]:
+def _cuda(facts: MachineFacts) -> list[CheckResult]:
     if _torch(facts).level is Level.ERROR:
         return []  # torch cannot be asked for devices
     if facts.cuda_devices:
@@ -398,7 +398,7 @@ def _look_at_config() -> tuple[Config | None, str | None]:
         return None, str(error)
 
 
-def _examine_cuda(cache: Path | None, check_again: bool) -> tuple[Finding, ...]:
+def _examine_cuda(cache: Path | None, check_again: bool) -> tuple[CheckResult, ...]:
     """Return the findings about the first GPU, from an examination and from the stored or a new self-check."""
     try:
         from apollo_compile.device.gpu.check.examine import examine_cuda

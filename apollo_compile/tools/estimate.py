@@ -32,7 +32,7 @@ from apollo_compile.tools.targets import ModelCall
 from apollo_compile.torch_bridge.trees import leaves_of
 from apollo_compile.units import NS_PER_S, format_bytes, format_ns
 
-Progress = Callable[[str], None]
+Tell = Callable[[str], None]
 
 ERRORS: Mapping[str, float] = {"measured": 0.15, "scaled": 0.25, "default": 0.4, "datasheet": 0.5}
 """Assumed relative error of times by source of the profile; docs/planning.md has measured ones of segments."""
@@ -75,7 +75,7 @@ def estimate(
     *,
     link: Link | None = None,
     options: Mapping[str, Any] | None = None,
-    progress: Progress = lambda line: None,
+    progress: Tell = lambda line: None,
 ) -> Estimate:
     """Return the Cells of a model.
 

@@ -30,7 +30,7 @@ from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.compile_context import original_callable
 from apollo_compile.torch_bridge.fragments import describe_fragments
 
-Progress = Callable[[str], None]
+Tell = Callable[[str], None]
 
 
 def explain(
@@ -40,7 +40,7 @@ def explain(
     *,
     profile: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> Report:
     """Return a report of the plans of a call of `model`: forward and, if gradients are needed, backward.
 

@@ -33,7 +33,7 @@ from apollo_compile.passes.capture import Formulas, capture_graph, read_formulas
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.partition import partition_graph, resize_partition
 from apollo_compile.session.planning import role_of
-from apollo_compile.session.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
+from apollo_compile.session.private_copy import Arguments, PrivateCopy, copy_inputs, same_random_states
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.target.target import Run
@@ -112,7 +112,7 @@ def _module_names(model: Callable[..., Any], modules: Sequence[str] | None) -> t
     return tuple(modules)
 
 
-def _to_call(batch: Any) -> Call:
+def _to_call(batch: Any) -> Arguments:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
@@ -129,7 +129,7 @@ class _Dimension:
     """All dimensions of inputs with this value, itself included."""
 
 
-def _find_dimensions(call: Call, sizes: Mapping[str, Place]) -> dict[str, _Dimension]:
+def _find_dimensions(call: Arguments, sizes: Mapping[str, Place]) -> dict[str, _Dimension]:
     if not 1 <= len(sizes) <= MAX_SIZES:
         raise TargetError(
             f"got {len(sizes)} sizes: expected 1 to {MAX_SIZES}, as in sizes={{'tokens': ('input_ids', 1)}}"
@@ -205,7 +205,7 @@ class _Traced:
         return run_as_traced(graph_module), None
 
 
-def _trace(model: Callable[..., Any], call: Call, dimensions: Mapping[str, _Dimension], config: Config) -> _Traced:
+def _trace(model: Callable[..., Any], call: Arguments, dimensions: Mapping[str, _Dimension], config: Config) -> _Traced:
     traced = _Traced(config=config, dimensions=dimensions)
     private = PrivateCopy(original_callable(model))
     for each in dimensions.values():

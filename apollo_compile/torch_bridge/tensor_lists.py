@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
-Call = Callable[..., Any]
+AddCall = Callable[..., Any]
 """Adds the call of an operator to the graph."""
 
 
@@ -102,14 +102,14 @@ def _unary(target: torch._ops.OpOverload) -> Callable[..., Any]:
 def _binary(target: torch._ops.OpOverload, with_number: torch._ops.OpOverload | None = None) -> Callable[..., Any]:
     """Return how an operator takes two tensors, or a tensor and a number."""
 
-    def apply(call: Call, left: Any, right: Any, *, alpha: Any = 1) -> Any:
+    def apply(call: AddCall, left: Any, right: Any, *, alpha: Any = 1) -> Any:
         chosen = target if _is_tensor(right) or with_number is None else with_number
         return call(chosen, left, right, **({} if alpha == 1 else {"alpha": alpha}))
 
     return apply
 
 
-def _power(call: Call, base: Any, exponent: Any) -> Any:
+def _power(call: AddCall, base: Any, exponent: Any) -> Any:
     if not _is_tensor(base):
         return call(aten.pow.Scalar, base, exponent)
     return call(aten.pow.Tensor_Tensor if _is_tensor(exponent) else aten.pow.Tensor_Scalar, base, exponent)
@@ -118,7 +118,7 @@ def _power(call: Call, base: Any, exponent: Any) -> Any:
 def _sum_with(combine: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return how `value` times what `combine` makes of two tensors is added to a third."""
 
-    def apply(call: Call, start: Any, first: Any, second: Any, value: Any = 1) -> Any:
+    def apply(call: AddCall, start: Any, first: Any, second: Any, value: Any = 1) -> Any:
         term = call(combine, first, second)
         return call(aten.add.Tensor, start, term if value == 1 else call(aten.mul.Tensor, term, value))
 

@@ -16,7 +16,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.trees import map_tensors
 
-TracedStep = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[Sequence[Any], Sequence[torch.Tensor]]]
+TracedStepFunction = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[Sequence[Any], Sequence[torch.Tensor]]]
 """Takes the micro-batches and their weights; returns what the loss function returned, by micro-batch, without graphs,
 and the gradients of the weighted sum of the losses."""
 
@@ -37,7 +37,7 @@ def compile_traced_step(
     call_loss: Callable[[Any], tuple[torch.Tensor, Any]],
     parameters: Sequence[torch.Tensor],
     settings: Mapping[str, Any],
-) -> TracedStep:
+) -> TracedStepFunction:
     """Return losses and gradients of a step, compiled by Inductor as one graph when it is first called.
 
     Arguments:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from apollo_compile.tools.bench.task import Variant
+from apollo_compile.tools.bench.task import MeasuredVariant
 from benchmarks.gpu_suite import dry
 from benchmarks.gpu_suite.device import DeviceProcess
 from benchmarks.gpu_suite.plan import BUDGET_S, DEFAULT_WORKLOADS, Suite, Workload
@@ -49,7 +49,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def main(arguments: Sequence[str] | None = None, *, variants: Mapping[str, Variant] = VARIANTS) -> int:
+def main(arguments: Sequence[str] | None = None, *, variants: Mapping[str, MeasuredVariant] = VARIANTS) -> int:
     """Check, measure, print tables, write JSON; return the exit code."""
     args = _parse(arguments, variants)
     is_dry = args.device == "cpu"
@@ -105,7 +105,7 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None, variants: Mapping[str, MeasuredVariant]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description="Check and measure a GPU.")
     default = ",".join(f"{name}:{batch}" for name, batch in DEFAULT_WORKLOADS)
     parser.add_argument("--json", type=Path, help="write everything there, after every stage")

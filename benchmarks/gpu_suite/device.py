@@ -19,7 +19,7 @@ import torch
 
 from apollo_compile.json_form import to_json
 from apollo_compile.tools.bench.facts import machine_facts
-from apollo_compile.tools.bench.task import Task, Variant
+from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant
 from apollo_compile.tools.bench.turns import ChildProcess, spawn
 from benchmarks.gpu_suite.checks import DOCTOR, CheckResult
 from benchmarks.gpu_suite.stages import Clock, Report
@@ -36,8 +36,8 @@ class DeviceProcess:
     """A process that looks at the device, started when it is first asked."""
 
     def __init__(self, device: str, folder: Path, stepper: str = f"{__name__}:Looker") -> None:
-        self._task = Task(builder="", arguments={"device": device})
-        self._variant = Variant(name="device", backend=None, stepper=stepper)
+        self._task = MeasuredTask(builder="", arguments={"device": device})
+        self._variant = MeasuredVariant(name="device", backend=None, stepper=stepper)
         self._folder = folder
         self._stack = ExitStack()
         self._child: ChildProcess | None = None

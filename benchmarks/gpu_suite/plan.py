@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from apollo_compile.tools.bench.task import Task, Variant
+from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant
 from apollo_compile.tools.bench.turns import spawn
 from benchmarks.gpu_suite.checks import DOCTOR, Checks
 from benchmarks.gpu_suite.device import DeviceProcess, look_at_device
@@ -70,7 +70,7 @@ class Suite:
     def __init__(
         self,
         args: argparse.Namespace,
-        variants: Mapping[str, Variant],
+        variants: Mapping[str, MeasuredVariant],
         folder: Path,
         process: DeviceProcess,
         clock: Clock,
@@ -122,7 +122,7 @@ class Suite:
             *([others] if args.checks else []),
         ]
 
-    def variants_of(self, workload: Workload) -> list[Variant]:
+    def variants_of(self, workload: Workload) -> list[MeasuredVariant]:
         """Return what takes part: what was asked for, or all but what is slow to compile after the first workload.
 
         A dry run has only few then.
@@ -133,7 +133,7 @@ class Suite:
         missing = set(self._variants) - set(LATER) if self._is_dry else set(SLOW)
         return [each for name, each in self._variants.items() if has_all or name not in missing]
 
-    def in_ledger(self) -> list[Variant]:
+    def in_ledger(self) -> list[MeasuredVariant]:
         """Return those of the first workload whose memory and kernels are looked at."""
         first = self._args.workloads[:1] if self._args.ledger else []
         return [each for own in map(self.variants_of, first) for each in own if each.name in (APOLLO, REDUCE_OVERHEAD)]
@@ -210,7 +210,7 @@ class Suite:
     def _folder_of(self, workload: Workload) -> Path:
         return self._folder / f"{workload[0]}-{workload[1]}"
 
-    def _task(self, workload: Workload) -> Task:
+    def _task(self, workload: Workload) -> MeasuredTask:
         args, (name, batch) = self._args, workload
         return make_task(name, batch=batch, scale=args.scale, device=args.device, dtype=args.dtype)
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from apollo_compile.errors import ApolloError
-from apollo_compile.tools.bench.task import Task, Variant
+from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant
 from apollo_compile.tools.bench.turns import ChildProcess, spawn, turn_orders
 from benchmarks.gpu_suite.stages import Clock
 
@@ -84,8 +84,8 @@ LOOKS: Sequence[tuple[str, str]] = (
 
 @contextmanager
 def started(
-    task: Task,
-    variants: Sequence[Variant],
+    task: MeasuredTask,
+    variants: Sequence[MeasuredVariant],
     folder: Path,
     clock: Clock,
     *,
@@ -104,7 +104,7 @@ def started(
     """
     with ExitStack() as stack:
 
-        def start(variant: Variant) -> ChildProcess:
+        def start(variant: MeasuredVariant) -> ChildProcess:
             process = spawn(task, variant, folder, cold=True, cache=cache, patience_s=0.0)
             return stack.enter_context(process)
 
@@ -179,7 +179,9 @@ class Heat:
         clock: returns seconds; the heat begins now.
     """
 
-    def __init__(self, variants: Sequence[Variant], start: Callable[[Variant], ChildProcess], clock: Clock) -> None:
+    def __init__(
+        self, variants: Sequence[MeasuredVariant], start: Callable[[MeasuredVariant], ChildProcess], clock: Clock
+    ) -> None:
         self.children: dict[str, ChildProcess] = {}
         self.begins: dict[str, float] = {}
         """When a variant began."""

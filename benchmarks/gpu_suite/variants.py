@@ -33,7 +33,7 @@ from torch import Tensor
 from apollo_compile import backend
 from apollo_compile.device.gpu.run.gpu import TorchGpu
 from apollo_compile.session import registry
-from apollo_compile.tools.bench.task import Task, Variant
+from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant
 from benchmarks.harness.gpu_busy import busy_share, kernel_classes, profile_step, read_step, side_by_side_share
 from benchmarks.harness.gpu_lanes import mark_lanes
 from benchmarks.harness.whole_steps import ADAMW, CompiledStep, Loop, StepTask, TracedWholeStep
@@ -81,10 +81,10 @@ def build_step(*, name: str, batch: int, scale: str, device: str, dtype: str) ->
     )
 
 
-def make_task(name: str, *, batch: int, scale: str, device: str, dtype: str) -> Task:
+def make_task(name: str, *, batch: int, scale: str, device: str, dtype: str) -> MeasuredTask:
     """Return what processes of a workload build."""
     arguments = {"name": name, "batch": batch, "scale": scale, "device": device, "dtype": dtype}
-    return Task(builder=f"{__name__}:build_step", arguments=arguments)
+    return MeasuredTask(builder=f"{__name__}:build_step", arguments=arguments)
 
 
 class Measured(Loop):
@@ -369,14 +369,14 @@ BASELINES = (INDUCTOR, REDUCE_OVERHEAD, MAX_AUTOTUNE)
 
 _GRAPHS = {"triton.cudagraphs": True}
 
-VARIANTS: Mapping[str, Variant] = {
+VARIANTS: Mapping[str, MeasuredVariant] = {
     variant.name: variant
     for variant in (
-        Variant(name=INDUCTOR, backend="inductor", stepper=_stepper(Measured)),
-        Variant(name=REDUCE_OVERHEAD, backend="inductor", options=_GRAPHS, stepper=_stepper(Measured)),
-        Variant(name=APOLLO, backend="apollo", options=LANES, stepper=_stepper(Measured)),
-        Variant(name=APOLLO_STEP, backend="apollo", options=LANES, stepper=_stepper(WholeStep)),
-        Variant(
+        MeasuredVariant(name=INDUCTOR, backend="inductor", stepper=_stepper(Measured)),
+        MeasuredVariant(name=REDUCE_OVERHEAD, backend="inductor", options=_GRAPHS, stepper=_stepper(Measured)),
+        MeasuredVariant(name=APOLLO, backend="apollo", options=LANES, stepper=_stepper(Measured)),
+        MeasuredVariant(name=APOLLO_STEP, backend="apollo", options=LANES, stepper=_stepper(WholeStep)),
+        MeasuredVariant(
             name=MAX_AUTOTUNE,
             backend="inductor",
             options={
@@ -387,10 +387,10 @@ VARIANTS: Mapping[str, Variant] = {
             },
             stepper=_stepper(Measured),
         ),
-        Variant(name=BY_HAND, backend="inductor", stepper=_stepper(CapturedByHand)),
-        Variant(name=TRACED_GRAPHED, backend="inductor", options=_GRAPHS, stepper=_stepper(TracedWhole)),
-        Variant(name=TRACED, backend="inductor", stepper=_stepper(TracedWhole)),
-        Variant(name=EAGER, backend=None, stepper=_stepper(Measured)),
+        MeasuredVariant(name=BY_HAND, backend="inductor", stepper=_stepper(CapturedByHand)),
+        MeasuredVariant(name=TRACED_GRAPHED, backend="inductor", options=_GRAPHS, stepper=_stepper(TracedWhole)),
+        MeasuredVariant(name=TRACED, backend="inductor", stepper=_stepper(TracedWhole)),
+        MeasuredVariant(name=EAGER, backend=None, stepper=_stepper(Measured)),
     )
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, Task, TaskSchedule
 from apollo_compile.planner.simulate import serial_schedule
 from benchmarks.rules import BASELINES
 from tests.builders import random_problem, realistic_problems
@@ -24,7 +24,7 @@ def device(*rows: Row, handover: int = 0) -> Problem:
     """Return tasks on four units that can be cut 2 + 2 and 3 + 1."""
     tasks = tuple(
         Task(
-            modes=tuple(Mode(lane=lane, duration=duration) for lane, duration in durations.items()),
+            modes=tuple(ExecutionMode(lane=lane, duration=duration) for lane, duration in durations.items()),
             predecessors=tuple(predecessors),
         )
         for durations, predecessors in rows
@@ -38,7 +38,7 @@ def scaled(work: int, overhead: int = 0) -> dict[int, int]:
     return {lane: work // units + overhead for lane, units in enumerate(UNITS)}
 
 
-def lanes_of(problem: Problem, schedule: Schedule) -> list[int]:
+def lanes_of(problem: Problem, schedule: TaskSchedule) -> list[int]:
     """Return the lane of every task."""
     return [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
 
@@ -125,7 +125,7 @@ def test_a_rule_places_tasks_as_its_original_does(name: str, rows: list[Row], la
 def test_as_many_branches_take_as_many_lanes(name: str, num_branches: int) -> None:
     """Equal ones, on a device in halves, thirds and quarters, where a task takes as long on any number of units."""
     cuts = [range(part * 12 // count, (part + 1) * 12 // count) for count in (1, 2, 3, 4) for part in range(count)]
-    task = Task(modes=tuple(Mode(lane=lane, duration=7) for lane in range(len(cuts))), predecessors=())
+    task = Task(modes=tuple(ExecutionMode(lane=lane, duration=7) for lane in range(len(cuts))), predecessors=())
     problem = Problem(tasks=(task,) * num_branches, lanes=tuple(map(frozenset, cuts)), atom_sizes=(1,) * 12)
     schedule = BASELINES[name](problem)
     assert schedule.makespan == 7 and len(set(lanes_of(problem, schedule))) == num_branches

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from apollo_compile.ir import Variant  # noqa: E402
-from apollo_compile.tools.bench.task import Task  # noqa: E402
+from apollo_compile.tools.bench.task import MeasuredTask  # noqa: E402
 from apollo_compile.tools.bench.turns import measure_children  # noqa: E402
 from benchmarks.harness import whole_steps  # noqa: E402
 from benchmarks.harness.whole_steps import (  # noqa: E402
@@ -53,7 +53,7 @@ def _as_before() -> Iterator[None]:
 
 
 def _numbers(
-    kind: type[Loop], backend: str | None, options: Mapping[str, Any], task: Task, folder: Path
+    kind: type[Loop], backend: str | None, options: Mapping[str, Any], task: MeasuredTask, folder: Path
 ) -> tuple[float, dict[str, Any]]:
     """Return the loss and the digest of a stepper that is asked in this process."""
     order = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from apollo_compile.cluster.launch import fill_in, torchrun_arguments
-from apollo_compile.cluster.values import Gang, Job, Placement
+from apollo_compile.cluster.values import Gang, Job, JobPlacement
 
 GANG = Gang(kind="h100", devices=6, step_s=1.0)
 JOB = Job(
@@ -13,7 +13,7 @@ JOB = Job(
 
 def test_every_node_gets_its_rank_and_number_of_processes() -> None:
     """Four on the first and two on the second."""
-    placement = Placement(job="a", gang=GANG, nodes=((1, 4), (0, 2)), start_s=0.0, end_s=1.0)
+    placement = JobPlacement(job="a", gang=GANG, nodes=((1, 4), (0, 2)), start_s=0.0, end_s=1.0)
     first, second = (torchrun_arguments(JOB, placement, rank, "10.0.0.1:1234") for rank in range(2))
     assert first[:7] == [
         "-m",

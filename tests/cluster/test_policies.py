@@ -7,7 +7,7 @@ import pytest
 from apollo_compile.cluster.generate import generate_jobs
 from apollo_compile.cluster.policies import policy_by_name, prices
 from apollo_compile.cluster.simulate import simulate
-from apollo_compile.cluster.values import Cluster, Gang, Job, Nodes, Schedule
+from apollo_compile.cluster.values import Cluster, Gang, Job, JobSchedule, Nodes
 from apollo_compile.errors import ClusterError
 
 TWO = Cluster(nodes=(Nodes(kind="cpu", count=2, devices=1),))
@@ -24,7 +24,7 @@ def job(name: str, steps: int, *gangs: Gang, arrival_s: float = 0.0, devices: in
     return Job(name=name, steps=steps, gangs=gangs, arrival_s=arrival_s, devices=devices)
 
 
-def run(name: str, cluster: Cluster, *jobs: Job) -> Schedule:
+def run(name: str, cluster: Cluster, *jobs: Job) -> JobSchedule:
     """Return the schedule of a policy."""
     return simulate(cluster, jobs, policy_by_name(name, cluster, jobs))
 

@@ -12,7 +12,7 @@ import pytest
 
 import apollo_compile
 from apollo_compile.cluster.files import format_plan_file
-from apollo_compile.cluster.values import Cluster, ClusterPlan, Gang, Job, Nodes, Placement
+from apollo_compile.cluster.values import Cluster, ClusterPlan, Gang, Job, JobPlacement, Nodes
 
 pytest.importorskip("ray")
 
@@ -43,7 +43,7 @@ def job(name: str, devices: int, steps: str) -> Job:
 def save(path: Path, *jobs: Job, num_nodes: int = 1) -> None:
     """Write a plan with these jobs one after the other, on two devices in one node or on two."""
     placements = tuple(
-        Placement(
+        JobPlacement(
             job=each.name,
             gang=each.gangs[0],
             nodes=tuple((node, each.gangs[0].devices // num_nodes) for node in range(num_nodes)),

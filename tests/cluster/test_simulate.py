@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from apollo_compile.cluster.simulate import Decision, State, simulate
+from apollo_compile.cluster.simulate import Changes, ClusterState, simulate
 from apollo_compile.cluster.values import Cluster, Gang, Job, Nodes
 from apollo_compile.errors import ClusterError
 
@@ -22,22 +22,22 @@ class Told:
 
     name = "told"
 
-    def __init__(self, decide: Callable[[State], Decision], round_s: float = math.inf) -> None:
+    def __init__(self, decide: Callable[[ClusterState], Changes], round_s: float = math.inf) -> None:
         self.decide = decide
         self.round_s = round_s
 
 
-def first(state: State) -> Decision:
+def first(state: ClusterState) -> Changes:
     """Run one job after the other."""
-    return Decision(((state.waiting[0], GANG),)) if state.waiting and not state.running else Decision()
+    return Changes(((state.waiting[0], GANG),)) if state.waiting and not state.running else Changes()
 
 
-def shortest(state: State) -> Decision:
+def shortest(state: ClusterState) -> Changes:
     """Run the job with the fewest steps, and interrupt another for it."""
     active = sorted((*state.waiting, *state.running), key=lambda job: state.jobs[job].steps)
     if not active or active[0] in state.running:
-        return Decision()
-    return Decision(((active[0], GANG),), tuple(state.running))
+        return Changes()
+    return Changes(((active[0], GANG),), tuple(state.running))
 
 
 def test_jobs_run_one_after_the_other() -> None:
@@ -63,7 +63,7 @@ def test_a_policy_with_rounds_is_asked_at_their_multiples() -> None:
     """While a job runs and another waits."""
     asked = []
 
-    def decide(state: State) -> Decision:
+    def decide(state: ClusterState) -> Changes:
         asked.append(state.now_s)
         return first(state)
 
@@ -74,12 +74,12 @@ def test_a_policy_with_rounds_is_asked_at_their_multiples() -> None:
 def test_a_policy_that_never_starts_a_job_is_an_error() -> None:
     """Not an endless loop."""
     with pytest.raises(ClusterError, match="policy told never starts long, although all devices are free"):
-        simulate(ONE, [LONG], Told(lambda state: Decision()))
+        simulate(ONE, [LONG], Told(lambda state: Changes()))
 
 
 def test_a_policy_cannot_use_a_device_twice() -> None:
     """The simulator counts them itself."""
-    both = Told(lambda state: Decision(tuple((job, GANG) for job in state.waiting)))
+    both = Told(lambda state: Changes(tuple((job, GANG) for job in state.waiting)))
     with pytest.raises(ClusterError, match="policy told starts short on devices that are not free"):
         simulate(ONE, [LONG, SHORT], both)
 

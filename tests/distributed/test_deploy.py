@@ -16,7 +16,7 @@ from torch import nn
 import apollo_compile
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.build import pieces_of, trace_step, work_of
-from apollo_compile.passes.deploy import REST, Cluster
+from apollo_compile.passes.deploy import REST, EqualDevices
 from tests.distributed import deploy_work as work
 from tests.distributed.conftest import open_store, start_ranks
 
@@ -139,7 +139,7 @@ def test_what_a_small_module_passes_on_is_read_too() -> None:
     trace = trace_step(chain, batch, work.diagonal_loss, ["encoder", "reader", "small"])
     pieces = pieces_of(chain, batch, work.diagonal_loss, trace, 2, 2)
     times = {key: (10, 20) if key in (("small", 1), ("small", 2)) else (1000, 2000) for key in pieces}
-    cluster = Cluster(devices=2, units=1, memory_bytes=None, link=Link(1e-5, 1e10))
+    cluster = EqualDevices(devices=2, units=1, memory_bytes=None, link=Link(1e-5, 1e10))
     shares = {
         share: {call.name: call.inputs for call in work_of(chain, trace, times, cluster, 2, least_share=share).calls}
         for share in (0.02, 0.0)

@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from apollo_compile import __version__
 from apollo_compile.device.cpu.execute import available_units
 from apollo_compile.distributed.agreement import Agreement
-from apollo_compile.distributed.ranks import Ranks, Store
+from apollo_compile.distributed.ranks import Ranks, RankStore
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Plan
 from apollo_compile.session import backend, registry
@@ -44,7 +44,7 @@ class Meddler:
         return f"{__version__}\n{json.dumps(decision)}".encode()
 
 
-def compile_as_rank(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, launch_ns: int) -> list[Plan]:
+def compile_as_rank(store: RankStore, folder: Path, monkeypatch: pytest.MonkeyPatch, launch_ns: int) -> list[Plan]:
     """Train two towers as a rank that believes in `launch_ns`; return its plans, which stay."""
     torch._dynamo.reset()
     ranks = Ranks(store)
@@ -90,7 +90,7 @@ class Followed:
 
 
 def follow(
-    store: Store,
+    store: RankStore,
     monkeypatch: pytest.MonkeyPatch,
     steps: int,
     **options: object,

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from apollo_compile.device.cpu import matmul_libraries
 from apollo_compile.device.cpu import target as cpu_target
 from apollo_compile.device.cpu.matmul_libraries import Libraries
-from apollo_compile.distributed.ranks import Ranks, Store
+from apollo_compile.distributed.ranks import Ranks, RankStore
 from apollo_compile.session import backend, registry
 from apollo_compile.target.matmul import Matmul
 from apollo_compile.torch_bridge.bodies import compile_bodies
@@ -252,7 +252,7 @@ def test_ranks_give_the_same_products_to_onednn(
 ) -> None:
     """Whatever each of them measured; both are in this process. What is no list of names stops the rank."""
 
-    def train_as_rank(store: Store, gain: float) -> int:
+    def train_as_rank(store: RankStore, gain: float) -> int:
         ranks = Ranks(store)
         monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
         monkeypatch.setattr(matmul_libraries, "_measure_gain", lambda product, cores: gain)

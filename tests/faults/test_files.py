@@ -25,7 +25,7 @@ from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.pipeline import Decision
+from apollo_compile.pipeline import CostedPlan
 from apollo_compile.reports.diff import compare, sides_of_plans
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
@@ -288,7 +288,7 @@ def _compilation() -> Compilation:
 
 @functools.cache
 def _decision_content() -> Any:
-    return to_json(Decision(costs=_compilation().costs, plan=_compilation().plan))
+    return to_json(CostedPlan(costs=_compilation().costs, plan=_compilation().plan))
 
 
 @FUZZ

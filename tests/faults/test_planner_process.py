@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import apart
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.problem import Hold, Mode, Problem, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task
 from apollo_compile.planner.simulate import execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
 from tests.builders import interfering, limited, random_problem
@@ -79,8 +79,8 @@ def test_the_process_finds_what_this_process_would() -> None:
 
 def test_an_infeasible_problem_is_the_same_error() -> None:
     """It is an answer, not a failure."""
-    tasks = tuple(Task(modes=(Mode(duration=3, demands=(task,)),), predecessors=()) for task in (1, 4, 2))
-    problem = Problem(tasks=tasks, capacities=(5,), holds=(Hold(resource=0, amount=3, task=1, readers=()),))
+    tasks = tuple(Task(modes=(ExecutionMode(duration=3, demands=(task,)),), predecessors=()) for task in (1, 4, 2))
+    problem = Problem(tasks=tasks, capacities=(5,), holds=(ResourceHold(resource=0, amount=3, task=1, readers=()),))
     with pytest.raises(InfeasiblePlanError, match=r"keeps the capacities \(5,\)"):
         apart.solve_apart(problem, QUICK)
     assert apart._num_failures == 0

@@ -13,10 +13,10 @@ from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.passes.deploy import (
     LEAST_GAIN,
-    Call,
-    Cluster,
     Deployment,
-    Group,
+    DeviceGroup,
+    EqualDevices,
+    ModuleCall,
     ModuleState,
     StepWork,
     deploy_on,
@@ -28,16 +28,16 @@ LINK = Link(1e-6, 1e9)
 """A microsecond, and a nanosecond per byte."""
 
 
-def cluster(devices: int, memory: int | None = None) -> Cluster:
+def cluster(devices: int, memory: int | None = None) -> EqualDevices:
     """Return devices of one unit."""
-    return Cluster(devices=devices, units=1, memory_bytes=memory, link=LINK)
+    return EqualDevices(devices=devices, units=1, memory_bytes=memory, link=LINK)
 
 
 def call(
     name: str, *forward_ns: int, inputs: tuple[str, ...] = (), sent: int = 0, returned: int = 0, module: str = ""
-) -> Call:
+) -> ModuleCall:
     """Return a call with its times by group of devices, the backward twice as long; its activations take 100 bytes."""
-    return Call(
+    return ModuleCall(
         name=name,
         module=module or name,
         inputs=inputs,
@@ -49,7 +49,7 @@ def call(
     )
 
 
-def divided(name: str, work: int, devices: int = 2, inputs: tuple[str, ...] = ()) -> Call:
+def divided(name: str, work: int, devices: int = 2, inputs: tuple[str, ...] = ()) -> ModuleCall:
     """Return a call that divides its work over 1, 2, 4, ... devices."""
     return call(name, *(work // size for size in group_sizes(devices)), inputs=inputs)
 
@@ -193,19 +193,31 @@ def test_given_groups_are_predicted_like_planned_ones() -> None:
 @pytest.mark.parametrize(
     ("group", "text"),
     [
-        (Group(module="image", first=1, devices=2, units=1), "cannot have 2 devices with 1 units from device 1 on"),
-        (Group(module="image", first=2, devices=1, units=1), "cannot have 1 devices with 1 units from device 2 on"),
-        (Group(module="image", first=0, devices=1, units=2), "a number of devices out of 1 with 1 units, 2 with 1"),
         (
-            Group(module="vision", first=0, devices=1, units=1),
+            DeviceGroup(module="image", first=1, devices=2, units=1),
+            "cannot have 2 devices with 1 units from device 1 on",
+        ),
+        (
+            DeviceGroup(module="image", first=2, devices=1, units=1),
+            "cannot have 1 devices with 1 units from device 2 on",
+        ),
+        (
+            DeviceGroup(module="image", first=0, devices=1, units=2),
+            "a number of devices out of 1 with 1 units, 2 with 1",
+        ),
+        (
+            DeviceGroup(module="vision", first=0, devices=1, units=1),
             "module 'image' has no group; there are groups for vision",
         ),
     ],
 )
-def test_groups_that_cannot_be_are_errors(group: Group, text: str) -> None:
+def test_groups_that_cannot_be_are_errors(group: DeviceGroup, text: str) -> None:
     """That name the module and what it can have."""
     work = towers(100_000, 60_000)
-    rest = [Group(module="text", first=0, devices=1, units=1), Group(module="loss", first=0, devices=2, units=1)]
+    rest = [
+        DeviceGroup(module="text", first=0, devices=1, units=1),
+        DeviceGroup(module="loss", first=0, devices=2, units=1),
+    ]
     with pytest.raises(ConfigError, match=text):
         deploy_on(work, cluster(2), [group, *rest])
 
@@ -255,7 +267,7 @@ def published() -> ModuleType:
 def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks: int) -> None:
     """And not behind waves or data parallelism."""
     example = published()
-    devices = Cluster(devices=64, units=example.UNITS, memory_bytes=80 * 2**30, link=Link(2e-5, 50e9))
+    devices = EqualDevices(devices=64, units=example.UNITS, memory_bytes=80 * 2**30, link=Link(2e-5, 50e9))
     plan = plan_deployment(example.multitask_clip(tasks, 64), devices, seconds=10)
     assert 0 < plan.gap <= 0.05
     assert {baseline.name for baseline in plan.baselines} == {"data parallel", "waves"}
@@ -266,6 +278,6 @@ def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks:
 def test_multitask_clip_names_the_least_memory_that_works() -> None:
     """Vision's parameters cannot be divided."""
     example = published()
-    devices = Cluster(devices=64, units=example.UNITS, memory_bytes=2**30, link=Link(2e-5, 50e9))
+    devices = EqualDevices(devices=64, units=example.UNITS, memory_bytes=2**30, link=Link(2e-5, 50e9))
     with pytest.raises(InfeasiblePlanError, match=r"(the least that is enough is|enough is) \d+ bytes; 'vision' alone"):
         plan_deployment(example.multitask_clip(7, 64), devices, seconds=8)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from apollo_compile.planner.problem import Mode, Problem, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, Task
 
 FOLDER = Path(__file__).parent / "psplib"
 
@@ -70,7 +70,7 @@ def read_instance(path: Path) -> tuple[Problem, tuple[Budget, ...]]:
     _, relations, requests, limits = re.split(r"PRECEDENCE RELATIONS|REQUESTS/DURATIONS|RESOURCE ?AVAILABILITIES", text)
     num_renewable = limits.count("R")
     amounts = _rows(limits)[0]
-    modes: dict[int, list[Mode]] = {}
+    modes: dict[int, list[ExecutionMode]] = {}
     consumption: dict[int, list[list[int]]] = {}
     job = 0
     for row in _rows(requests):
@@ -78,7 +78,7 @@ def read_instance(path: Path) -> tuple[Problem, tuple[Budget, ...]]:
             job = row.pop(0)
         _, duration, *asked = row
         if duration:
-            modes.setdefault(job, []).append(Mode(duration=duration, demands=tuple(asked[:num_renewable])))
+            modes.setdefault(job, []).append(ExecutionMode(duration=duration, demands=tuple(asked[:num_renewable])))
             consumption.setdefault(job, []).append(asked[num_renewable:])
     predecessors: dict[int, list[int]] = {job: [] for job in modes}
     for before, _, _, *after in _rows(relations):

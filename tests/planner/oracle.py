@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from apollo_compile.planner.problem import Mode, Problem, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, Task
 
 
 def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
@@ -20,7 +20,7 @@ def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
         for other in problem.tasks[task].predecessors:
             tails[other] = max(tails[other], shortest[task] + tails[task])
     best = below
-    chosen: dict[int, Mode] = {}
+    chosen: dict[int, ExecutionMode] = {}
     starts: dict[int, int] = {}
     ends: dict[int, int] = {}
 
@@ -35,7 +35,7 @@ def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
         ]
         return sum(chosen[task].demands[resource] for task in running) + sum(held)
 
-    def fits(task: int, mode: Mode, instant: int) -> bool:
+    def fits(task: int, mode: ExecutionMode, instant: int) -> bool:
         for resource, capacity in enumerate(problem.capacities):
             own = sum(hold.amount for hold in problem.holds if (hold.resource, hold.task) == (resource, task))
             own += mode.demands[resource] if mode.demands else 0
@@ -43,7 +43,7 @@ def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
                 return False
         return True
 
-    def find_start(task: int, mode: Mode) -> int | None:
+    def find_start(task: int, mode: ExecutionMode) -> int | None:
         atoms = problem.lanes[mode.lane]
         before = [
             other
@@ -80,7 +80,7 @@ def random_without_lanes(rng: random.Random, num_tasks: int) -> tuple[Task, ...]
     tasks = []
     for task in range(num_tasks):
         modes = tuple(
-            Mode(duration=rng.randrange(1, 9), demands=(rng.randrange(5), rng.randrange(4)))
+            ExecutionMode(duration=rng.randrange(1, 9), demands=(rng.randrange(5), rng.randrange(4)))
             for _ in range(rng.randrange(1, 4))
         )
         before = sorted(rng.sample(range(task), min(task, rng.randrange(3))))

@@ -9,18 +9,18 @@ import pytest
 from apollo_compile.planner.annealing import Annealed, anneal
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, Task, TaskSchedule
 from apollo_compile.planner.simulate import serial_schedule
 from tests.builders import limited, random_problem, realistic_problems
 from tests.planner.oracle import find_optimum
 
 
-def walk(problem: Problem, start: Schedule, *, seed: int, iterations: int) -> Annealed:
+def walk(problem: Problem, start: TaskSchedule, *, seed: int, iterations: int) -> Annealed:
     """Anneal without a deadline."""
     return anneal(problem, start, seed=seed, iterations=iterations, deadline=math.inf)
 
 
-def best_greedy(problem: Problem) -> Schedule:
+def best_greedy(problem: Problem) -> TaskSchedule:
     """Return the shortest list schedule."""
     return min(greedy_schedules(problem), key=lambda schedule: schedule.makespan)
 
@@ -98,7 +98,7 @@ def unequal_chains(speedup: float, num_layers: int, handover: int) -> Problem:
     tasks = []
 
     def add(work: float, predecessors: tuple[int, ...]) -> tuple[int, ...]:
-        modes = tuple(Mode(lane=lane, duration=round(work * (speedup if lane else 1))) for lane in range(3))
+        modes = tuple(ExecutionMode(lane=lane, duration=round(work * (speedup if lane else 1))) for lane in range(3))
         tasks.append(Task(modes=modes, predecessors=predecessors))
         return (len(tasks) - 1,)
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.problem import Hold, Mode, Problem, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task
 from tests.builders import limited, random_problem, realistic_problems
 from tests.planner.oracle import find_optimum, random_without_lanes
 
@@ -34,7 +34,7 @@ def test_the_bound_never_exceeds_the_optimum_without_lanes(seed: int) -> None:
     """Multi-mode tasks that share two renewable resources."""
     rng = random.Random(seed)
     tasks = random_without_lanes(rng, 5)
-    holds = (Hold(resource=0, amount=2, task=1, readers=(2, 4)),)
+    holds = (ResourceHold(resource=0, amount=2, task=1, readers=(2, 4)),)
     problem = Problem(tasks=tasks, capacities=(6, 3), holds=holds)
     optimum = find_optimum(problem)
     assert optimum is None or lower_bound(problem) <= optimum
@@ -59,7 +59,9 @@ def test_the_bound_of_two_unequal_chains_mixes_path_and_load(speedup: float) -> 
     tasks = []
     for start, total in ((0, 610), (61, 390)):
         for index in range(total // 10):
-            modes = tuple(Mode(lane=lane, duration=10 if lane == 0 else round(10 * speedup)) for lane in range(3))
+            modes = tuple(
+                ExecutionMode(lane=lane, duration=10 if lane == 0 else round(10 * speedup)) for lane in range(3)
+            )
             tasks.append(Task(modes=modes, predecessors=(start + index - 1,) if index else ()))
     lanes = (frozenset({0, 1}), frozenset({0}), frozenset({1}))
     best = 390 * speedup + 220
@@ -68,10 +70,14 @@ def test_the_bound_of_two_unequal_chains_mixes_path_and_load(speedup: float) -> 
 
 def test_the_bound_adds_what_lies_before_and_behind_a_bottleneck() -> None:
     """Two tasks on one atom, one on all, two on the other atom: neither path (30) nor load (30 on each) shows 50."""
-    wide, one, other = Mode(lane=0, duration=30), Mode(lane=1, duration=10), Mode(lane=2, duration=10)
+    wide, one, other = (
+        ExecutionMode(lane=0, duration=30),
+        ExecutionMode(lane=1, duration=10),
+        ExecutionMode(lane=2, duration=10),
+    )
     tasks = (
         *(Task(modes=(wide, one), predecessors=()) for _ in range(2)),
-        Task(modes=(Mode(lane=0, duration=10),), predecessors=(0, 1)),
+        Task(modes=(ExecutionMode(lane=0, duration=10),), predecessors=(0, 1)),
         *(Task(modes=(wide, other), predecessors=(2,)) for _ in range(2)),
     )
     lanes = (frozenset({0, 1}), frozenset({0}), frozenset({1}))
@@ -82,21 +88,21 @@ def test_the_bound_adds_what_lies_before_and_behind_a_bottleneck() -> None:
 @pytest.mark.parametrize("is_held", [False, True])
 def test_the_bound_counts_energy_of_renewable_resources(is_held: bool) -> None:
     """Five tasks of 4 x 3, demanded or held, in a capacity of 5: in turn would be 20, the energy is 60 / 5."""
-    mode = Mode(duration=4, demands=(0 if is_held else 3,))
-    holds = tuple(Hold(resource=0, amount=3, task=task, readers=()) for task in range(5) if is_held)
+    mode = ExecutionMode(duration=4, demands=(0 if is_held else 3,))
+    holds = tuple(ResourceHold(resource=0, amount=3, task=task, readers=()) for task in range(5) if is_held)
     tasks = tuple(Task(modes=(mode,), predecessors=()) for _ in range(5))
     assert lower_bound(Problem(tasks=tasks, capacities=(5,), holds=holds)) == 12
 
 
 def test_a_mode_that_never_fits_does_not_weaken_the_bound() -> None:
     """It asks for more than there is."""
-    modes = (Mode(duration=10), Mode(duration=1, demands=(9,)))
+    modes = (ExecutionMode(duration=10), ExecutionMode(duration=1, demands=(9,)))
     assert lower_bound(Problem(tasks=(Task(modes=modes, predecessors=()),), capacities=(5,))) == 10
 
 
 def test_huge_amounts_do_not_weaken_the_bound() -> None:
     """Bytes: weights of such a resource are tiny, and must not be rounded away."""
-    tasks = tuple(Task(modes=(Mode(duration=4000, demands=(3 * 10**12,)),), predecessors=()) for _ in range(5))
+    tasks = tuple(Task(modes=(ExecutionMode(duration=4000, demands=(3 * 10**12,)),), predecessors=()) for _ in range(5))
     assert lower_bound(Problem(tasks=tasks, capacities=(5 * 10**12,))) == 12_000
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from apollo_compile.planner.greedy import greedy_schedules, lane_families, splits
-from apollo_compile.planner.problem import Mode, Problem, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, Task
 from apollo_compile.planner.simulate import serial_schedule
 from tests.builders import random_problem, realistic_problems
 from tests.planner.oracle import find_optimum
@@ -56,7 +56,7 @@ def test_a_family_of_lanes_is_a_split_and_all_units() -> None:
 
 def test_lanes_that_leave_units_out_are_no_split() -> None:
     """Nor are lanes that share some."""
-    tasks = (Task(modes=(Mode(lane=0, duration=1),), predecessors=()),)
+    tasks = (Task(modes=(ExecutionMode(lane=0, duration=1),), predecessors=()),)
     lanes = (frozenset({0, 1, 2}), frozenset({0}), frozenset({1, 2}), frozenset({0, 1}))
     assert splits(Problem(tasks=tasks, lanes=lanes, atom_sizes=(1, 1, 1))) == [(1, 2)]
     assert splits(Problem(tasks=tasks, lanes=lanes[:2], atom_sizes=(1, 1, 1))) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ortools.sat.python import cp_model
 
-from apollo_compile.planner.problem import Mode, Problem, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, Task
 from tests.planner.asking import ask_solver
 
 MODELS = Path(__file__).parent / "cpsat_repro"
@@ -94,7 +94,7 @@ def read_back(text: str) -> Problem:
     tasks = tuple(
         Task(
             modes=tuple(
-                Mode(lane=lanes.index(covers[index]), duration=intervals[index][1].size.offset)
+                ExecutionMode(lane=lanes.index(covers[index]), duration=intervals[index][1].size.offset)
                 for index in sorted(own, key=lambda index: lanes.index(covers[index]))
             ),
             predecessors=tuple(sorted(before for before, after in edges if after == task)),
@@ -106,7 +106,9 @@ def read_back(text: str) -> Problem:
 
 def test_rounded_amounts_give_a_valid_schedule_and_no_proof() -> None:
     """Amounts without a common divisor, a million times a million large; with one, nothing is rounded."""
-    tasks = tuple(Task(modes=(Mode(duration=5 + t, demands=(10**12 + 7 * t + 1,)),), predecessors=()) for t in range(4))
+    tasks = tuple(
+        Task(modes=(ExecutionMode(duration=5 + t, demands=(10**12 + 7 * t + 1,)),), predecessors=()) for t in range(4)
+    )
     for factor, capacity, status in ((1, 2 * 10**12 + 10**9 + 1, "feasible"), (10**12, 2 * 10**12, "optimal")):
         chosen = tasks
         if factor > 1:

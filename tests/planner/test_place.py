@@ -15,10 +15,10 @@ from apollo_compile.planner.placement import (
     Arc,
     Choice,
     Fleet,
-    Mode,
-    Placement,
+    PlacementMode,
+    PlacementTask,
     Scheduler,
-    Task,
+    TaskPlacement,
     fits,
     groups_of,
     memory_of,
@@ -38,16 +38,19 @@ def random_fleet(seed: int, *, memory: bool = False) -> Fleet:
     for module in range(count):
         held = rng.randint(1, 6)
         modules.append(
-            tuple(Mode(devices=size, units=units, memory=held + 4 // size) for size in sizes for units in quotas)
+            tuple(
+                PlacementMode(devices=size, units=units, memory=held + 4 // size) for size in sizes for units in quotas
+            )
         )
         work = rng.randint(4, 40)
         times = tuple(
             work // mode.devices * (1 if mode.units == 2 else rng.choice([1, 2])) + rng.randint(0, 3)
             for mode in modules[-1]
         )
-        tasks.append(Task(module=module, durations=times))
+        tasks.append(PlacementTask(module=module, durations=times))
     tasks += [
-        Task(module=task.module, durations=tuple(2 * time for time in task.durations)) for task in reversed(tasks)
+        PlacementTask(module=task.module, durations=tuple(2 * time for time in task.durations))
+        for task in reversed(tasks)
     ]
     arcs = []
     for before, after in itertools.combinations(range(count), 2):
@@ -160,9 +163,9 @@ def test_the_planners_process_gives_the_same_answer() -> None:
         place_apart(full, [everywhere(full)], seconds=5)
 
 
-def one_module(units: int) -> tuple[Mode, ...]:
+def one_module(units: int) -> tuple[PlacementMode, ...]:
     """Return a module on one device."""
-    return (Mode(devices=1, units=units, memory=1),)
+    return (PlacementMode(devices=1, units=units, memory=1),)
 
 
 def test_modules_share_a_device_by_their_units() -> None:
@@ -172,7 +175,7 @@ def test_modules_share_a_device_by_their_units() -> None:
         units=4,
         memory=None,
         modules=(one_module(2), one_module(2), one_module(4)),
-        tasks=tuple(Task(module=module, durations=(10,)) for module in range(3)),
+        tasks=tuple(PlacementTask(module=module, durations=(10,)) for module in range(3)),
         arcs=(),
     )
     assert Scheduler(fleet).schedule([(0, 0)] * 3, [0, 1, 2]).starts == (0, 0, 10)
@@ -184,13 +187,13 @@ def test_every_kind_of_broken_rule_is_found() -> None:
         devices=2,
         units=1,
         memory=3,
-        modules=(one_module(1), (Mode(devices=2, units=1, memory=1),)),
-        tasks=(Task(module=0, durations=(5,)), Task(module=1, durations=(4,))),
+        modules=(one_module(1), (PlacementMode(devices=2, units=1, memory=1),)),
+        tasks=(PlacementTask(module=0, durations=(5,)), PlacementTask(module=1, durations=(4,))),
         arcs=(Arc(0, 1),),
     )
 
     def found(choices: tuple[Choice, ...], starts: tuple[int, ...], makespan: int) -> str:
-        return "; ".join(violations(fleet, Placement(choices=choices, starts=starts, makespan=makespan)))
+        return "; ".join(violations(fleet, TaskPlacement(choices=choices, starts=starts, makespan=makespan)))
 
     assert found(((0, 1), (0, 0)), (0, 5), 9) == ""
     assert "makespan is 12" in found(((0, 1), (0, 0)), (0, 5), 12)
@@ -198,6 +201,6 @@ def test_every_kind_of_broken_rule_is_found() -> None:
     assert "uses 2 of 1 units" in found(((0, 1), (0, 0)), (0, 0), 5)
     assert "module 1 has mode 0 at device 1" in found(((0, 1), (0, 1)), (0, 5), 9)
     tight = Fleet(devices=2, units=1, memory=1, modules=fleet.modules, tasks=fleet.tasks, arcs=fleet.arcs)
-    assert violations(tight, Placement(choices=((0, 1), (0, 0)), starts=(0, 5), makespan=9)) == [
+    assert violations(tight, TaskPlacement(choices=((0, 1), (0, 0)), starts=(0, 5), makespan=9)) == [
         "a device holds 2 bytes of 1"
     ]

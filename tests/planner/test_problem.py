@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.planner.problem import Hold, Interference, Mode, Problem, Schedule, Task
+from apollo_compile.planner.problem import ExecutionMode, Interference, Problem, ResourceHold, Task, TaskSchedule
 
 
 def two_lanes(*predecessors: tuple[int, ...], handover: int = 0) -> Problem:
     """Return tasks of 10 on half the device and 6 on all of it."""
-    modes = (Mode(lane=0, duration=6), Mode(lane=1, duration=10), Mode(lane=2, duration=10))
+    modes = (ExecutionMode(lane=0, duration=6), ExecutionMode(lane=1, duration=10), ExecutionMode(lane=2, duration=10))
     return Problem(
         tasks=tuple(Task(modes=modes, predecessors=before) for before in predecessors),
         lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
@@ -20,34 +20,36 @@ def two_lanes(*predecessors: tuple[int, ...], handover: int = 0) -> Problem:
 
 def without_lanes(*predecessors: tuple[int, ...]) -> Problem:
     """Return tasks of 4 that need 3 of a renewable resource, or of 9 that need 1; there are 5."""
-    modes = (Mode(duration=4, demands=(3,)), Mode(duration=9, demands=(1,)))
+    modes = (ExecutionMode(duration=4, demands=(3,)), ExecutionMode(duration=9, demands=(1,)))
     tasks = tuple(Task(modes=modes, predecessors=before) for before in predecessors)
     return Problem(tasks=tasks, capacities=(5,))
 
 
 def test_tasks_on_disjoint_lanes_may_overlap() -> None:
     """Two narrow lanes share no atom."""
-    assert two_lanes((), ()).is_valid(Schedule(modes=(1, 2), starts=(0, 0), makespan=10))
+    assert two_lanes((), ()).is_valid(TaskSchedule(modes=(1, 2), starts=(0, 0), makespan=10))
 
 
 @pytest.mark.parametrize(
     ("problem", "schedule", "family"),
     [
-        (two_lanes((), ()), Schedule(modes=(1, 1), starts=(0, 5), makespan=15), "(3)"),
-        (two_lanes((), ()), Schedule(modes=(1, 1), starts=(5, 5), makespan=15), "(3)"),
-        (two_lanes((), ()), Schedule(modes=(0, 2), starts=(0, 5), makespan=15), "(3)"),
-        (two_lanes((), (), ()), Schedule(modes=(1, 2, 0), starts=(0, 0, 9), makespan=15), "(3)"),
-        (two_lanes((), (0,)), Schedule(modes=(1, 2), starts=(0, 9), makespan=19), "(2)"),
-        (two_lanes((), (0,), handover=3), Schedule(modes=(1, 2), starts=(0, 12), makespan=22), "(2)"),
-        (two_lanes((), (), handover=3), Schedule(modes=(1, 0), starts=(0, 12), makespan=18), "(3)"),
-        (two_lanes(()), Schedule(modes=(1,), starts=(0,), makespan=9), "(5)"),
-        (two_lanes(()), Schedule(modes=(3,), starts=(0,), makespan=0), "(1)"),
-        (two_lanes(()), Schedule(modes=(0,), starts=(-1,), makespan=5), "task 0 starts at -1"),
-        (two_lanes(()), Schedule(modes=(0, 0), starts=(0, 6), makespan=12), "schedule has 2 modes"),
-        (without_lanes((), ()), Schedule(modes=(0, 0), starts=(0, 3), makespan=7), "(4)"),
+        (two_lanes((), ()), TaskSchedule(modes=(1, 1), starts=(0, 5), makespan=15), "(3)"),
+        (two_lanes((), ()), TaskSchedule(modes=(1, 1), starts=(5, 5), makespan=15), "(3)"),
+        (two_lanes((), ()), TaskSchedule(modes=(0, 2), starts=(0, 5), makespan=15), "(3)"),
+        (two_lanes((), (), ()), TaskSchedule(modes=(1, 2, 0), starts=(0, 0, 9), makespan=15), "(3)"),
+        (two_lanes((), (0,)), TaskSchedule(modes=(1, 2), starts=(0, 9), makespan=19), "(2)"),
+        (two_lanes((), (0,), handover=3), TaskSchedule(modes=(1, 2), starts=(0, 12), makespan=22), "(2)"),
+        (two_lanes((), (), handover=3), TaskSchedule(modes=(1, 0), starts=(0, 12), makespan=18), "(3)"),
+        (two_lanes(()), TaskSchedule(modes=(1,), starts=(0,), makespan=9), "(5)"),
+        (two_lanes(()), TaskSchedule(modes=(3,), starts=(0,), makespan=0), "(1)"),
+        (two_lanes(()), TaskSchedule(modes=(0,), starts=(-1,), makespan=5), "task 0 starts at -1"),
+        (two_lanes(()), TaskSchedule(modes=(0, 0), starts=(0, 6), makespan=12), "schedule has 2 modes"),
+        (without_lanes((), ()), TaskSchedule(modes=(0, 0), starts=(0, 3), makespan=7), "(4)"),
     ],
 )
-def test_a_schedule_that_breaks_a_constraint_is_not_valid(problem: Problem, schedule: Schedule, family: str) -> None:
+def test_a_schedule_that_breaks_a_constraint_is_not_valid(
+    problem: Problem, schedule: TaskSchedule, family: str
+) -> None:
     """The violation names the constraint family of the docstring."""
     assert not problem.is_valid(schedule)
     assert any(violation.startswith(family) for violation in problem.violations(schedule))
@@ -55,28 +57,28 @@ def test_a_schedule_that_breaks_a_constraint_is_not_valid(problem: Problem, sche
 
 def test_handing_over_on_the_same_lane_is_free() -> None:
     """Hand-over separates lanes, not tasks."""
-    assert two_lanes((), (0,), handover=3).is_valid(Schedule(modes=(1, 1), starts=(0, 10), makespan=20))
+    assert two_lanes((), (0,), handover=3).is_valid(TaskSchedule(modes=(1, 1), starts=(0, 10), makespan=20))
 
 
 def test_tasks_may_share_a_renewable_resource_and_meet_where_one_ends() -> None:
     """What is given back at an instant can be taken at it."""
     problem = without_lanes((), (), ())
-    assert problem.is_valid(Schedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9))
-    assert problem.peak(Schedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9), 0) == 4
+    assert problem.is_valid(TaskSchedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9))
+    assert problem.peak(TaskSchedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9), 0) == 4
 
 
 @pytest.mark.parametrize(("last_start", "peak"), [(9, 7), (10, 3)])
 def test_what_a_task_holds_stays_until_its_last_reader_has_ended(last_start: int, peak: int) -> None:
     """Also while neither runs."""
-    problem = replace(without_lanes((), (0,), ()), holds=(Hold(resource=0, amount=4, task=0, readers=(1,)),))
+    problem = replace(without_lanes((), (0,), ()), holds=(ResourceHold(resource=0, amount=4, task=0, readers=(1,)),))
     problem = replace(
         problem,
         tasks=(
-            *(Task(modes=(Mode(duration=4),), predecessors=()) for _ in range(2)),
-            Task(modes=(Mode(duration=1, demands=(3,)),), predecessors=()),
+            *(Task(modes=(ExecutionMode(duration=4),), predecessors=()) for _ in range(2)),
+            Task(modes=(ExecutionMode(duration=1, demands=(3,)),), predecessors=()),
         ),
     )
-    schedule = Schedule(modes=(0, 0, 0), starts=(0, 6, last_start), makespan=max(10, last_start + 1))
+    schedule = TaskSchedule(modes=(0, 0, 0), starts=(0, 6, last_start), makespan=max(10, last_start + 1))
     assert problem.peak(schedule, 0) == max(4, peak)
     assert problem.is_valid(schedule) == (peak <= 5)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.planner.problem import Hold, Interference, Mode, Problem, Schedule, Task
+from apollo_compile.planner.problem import ExecutionMode, Interference, Problem, ResourceHold, Task, TaskSchedule
 from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
 from tests.builders import interfering, limited, random_problem
 
@@ -79,7 +79,7 @@ def test_an_execution_keeps_order_and_gaps_and_never_runs_a_task_faster(seed: in
         assert sorted(users, key=schedule.starts.__getitem__) == sorted(users, key=execution.starts.__getitem__)
 
 
-def _as_executed(problem: Problem, schedule: Schedule, execution: Execution) -> tuple[str, ...]:
+def _as_executed(problem: Problem, schedule: TaskSchedule, execution: Execution) -> tuple[str, ...]:
     """Return what an execution breaks if the chosen modes take as long as they did."""
     tasks = tuple(
         Task(modes=(replace(problem.mode(schedule, t), lane=0, duration=end - start),), predecessors=task.predecessors)
@@ -90,7 +90,7 @@ def _as_executed(problem: Problem, schedule: Schedule, execution: Execution) -> 
         replace(task, modes=(task.modes[0], replace(task.modes[0], lane=lane)))
         for task, lane in zip(tasks, lanes, strict=True)
     )
-    executed = Schedule(modes=(1,) * len(tasks), starts=execution.starts, makespan=execution.makespan)
+    executed = TaskSchedule(modes=(1,) * len(tasks), starts=execution.starts, makespan=execution.makespan)
     return replace(problem, tasks=tasks).violations(executed)
 
 
@@ -106,10 +106,13 @@ def test_an_execution_needs_no_more_of_any_resource_than_the_limits(seed: int) -
     assert _as_executed(problem, schedule, execute(problem, schedule)) == ()
 
 
-def side_by_side(*durations: int, share: float, sizes: tuple[int, ...] = (1, 1)) -> tuple[Problem, Schedule]:
+def side_by_side(*durations: int, share: float, sizes: tuple[int, ...] = (1, 1)) -> tuple[Problem, TaskSchedule]:
     """Return one task per atom, all at once, that wait for memory for a share of the time; two that do: x 2."""
     tasks = tuple(
-        Task(modes=tuple(Mode(lane=lane, duration=d, memory_share=share) for lane in (0, index + 1)), predecessors=())
+        Task(
+            modes=tuple(ExecutionMode(lane=lane, duration=d, memory_share=share) for lane in (0, index + 1)),
+            predecessors=(),
+        )
         for index, d in enumerate(durations)
     )
     problem = Problem(
@@ -148,7 +151,7 @@ def test_a_neighbour_weighs_what_it_has_of_the_units_outside() -> None:
 
 def test_a_chain_behind_a_slowed_task_starts_later() -> None:
     """With the hand-over in between."""
-    modes = tuple(Mode(lane=lane, duration=100, memory_share=1.0) for lane in range(3))
+    modes = tuple(ExecutionMode(lane=lane, duration=100, memory_share=1.0) for lane in range(3))
     problem = Problem(
         tasks=tuple(Task(modes=modes, predecessors=before) for before in ((), (), (1,))),
         lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
@@ -165,7 +168,7 @@ def test_a_task_that_waited_for_memory_still_waits_for_it() -> None:
     """The third task fits only after the reader of the first has ended."""
 
     def task(*before: int, demand: int = 0) -> Task:
-        modes = tuple(Mode(lane=lane, duration=10, demands=(demand,), memory_share=1.0) for lane in range(3))
+        modes = tuple(ExecutionMode(lane=lane, duration=10, demands=(demand,), memory_share=1.0) for lane in range(3))
         return Task(modes=modes, predecessors=before)
 
     problem = Problem(
@@ -173,8 +176,8 @@ def test_a_task_that_waited_for_memory_still_waits_for_it() -> None:
         lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
         atom_sizes=(1, 1),
         capacities=(10,),
-        holds=(Hold(resource=0, amount=5, task=0, readers=(1,)),),
+        holds=(ResourceHold(resource=0, amount=5, task=0, readers=(1,)),),
     )
-    schedule = Schedule(modes=(1, 1, 2), starts=(0, 10, 20), makespan=30)
+    schedule = TaskSchedule(modes=(1, 1, 2), starts=(0, 10, 20), makespan=30)
     assert problem.violations(schedule) == ()
     assert execute(problem, schedule).starts == (0, 10, 20)

@@ -12,7 +12,7 @@ from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import cp_sat
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import Hold, Mode, Problem, Schedule, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task, TaskSchedule
 from apollo_compile.planner.simulate import Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
 from tests.builders import interfering, limited, random_problem, realistic_problems, seeds
@@ -127,7 +127,7 @@ def _least_executed(problem: Problem) -> int:
 
 def test_where_neighbours_hurt_too_much_serial_stays() -> None:
     """Side by side is shorter alone, and longer with interference."""
-    modes = tuple(Mode(lane=lane, duration=60 if lane == 0 else 100, memory_share=1.0) for lane in range(3))
+    modes = tuple(ExecutionMode(lane=lane, duration=60 if lane == 0 else 100, memory_share=1.0) for lane in range(3))
     problem = Problem(
         tasks=tuple(Task(modes=modes, predecessors=()) for _ in range(2)),
         lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
@@ -196,7 +196,7 @@ def test_a_solver_that_is_wrong_or_silent_leaves_what_is_known(
 def test_that_a_solver_is_sure_is_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A false proof ends the search, but the gap stays that over our own bound."""
 
-    def claim(problem: Problem, *, hint: Schedule, **_kwargs: Any) -> cp_sat.SolverOutcome:
+    def claim(problem: Problem, *, hint: TaskSchedule, **_kwargs: Any) -> cp_sat.SolverOutcome:
         return cp_sat.SolverOutcome(status="optimal", schedule=hint, bound=hint.makespan, reached_time_limit=False)
 
     monkeypatch.setattr(cp_sat, "solve_with_cp_sat", claim)
@@ -219,8 +219,8 @@ def test_a_plan_that_is_as_short_as_the_bound_ends_the_search() -> None:
 
 def test_an_impossible_limit_is_an_error_that_names_who_needs_most() -> None:
     """With what there is and what is needed."""
-    tasks = tuple(Task(modes=(Mode(duration=3, demands=(task,)),), predecessors=()) for task in (1, 4, 2))
-    problem = Problem(tasks=tasks, capacities=(5,), holds=(Hold(resource=0, amount=3, task=1, readers=()),))
+    tasks = tuple(Task(modes=(ExecutionMode(duration=3, demands=(task,)),), predecessors=()) for task in (1, 4, 2))
+    problem = Problem(tasks=tasks, capacities=(5,), holds=(ResourceHold(resource=0, amount=3, task=1, readers=()),))
     with pytest.raises(InfeasiblePlanError, match=r"no schedule of 3 tasks that keeps the capacities \(5,\)"):
         solve(problem, QUICK)
 

@@ -9,7 +9,6 @@ import pytest
 from apollo_compile.ir import (
     Body,
     BodyId,
-    Candidate,
     Capture,
     CostSource,
     LaneId,
@@ -19,6 +18,7 @@ from apollo_compile.ir import (
     Observations,
     Origin,
     Partition,
+    RankedSchedule,
     Role,
     SegmentGraph,
     SegmentId,
@@ -281,7 +281,7 @@ def test_a_graph_without_segments_has_a_text() -> None:
 def test_a_report_says_where_a_plan_comes_from() -> None:
     """Candidates, solver, limits, replans."""
     made = compilation()
-    tried = Candidate(name="serial", undisturbed_ns=560, makespan_ns=560)
+    tried = RankedSchedule(name="serial", undisturbed_ns=560, makespan_ns=560)
     searched = replace(made.plan, candidates=(tried, tried), solver="solver 1.0", seed=7, stopped_early=True)
     searched_for = replace(made, plan=searched)
     summary = summarize(searched_for, NOTHING, num_replans=2)

@@ -170,8 +170,8 @@ def test_what_a_neighbour_cost_is_taken_out() -> None:
 
 def test_neighbours_cost_what_the_simulator_says() -> None:
     """Measuring an executed schedule gives back the durations it was made from."""
-    from apollo_compile.planner.problem import Interference, Problem, Schedule, Task
-    from apollo_compile.planner.problem import Mode as TaskMode
+    from apollo_compile.planner.problem import ExecutionMode as TaskMode
+    from apollo_compile.planner.problem import Interference, Problem, Task, TaskSchedule
     from apollo_compile.planner.simulate import execute
 
     slowdown = ((1.1, 1.2), (1.3, 1.9))
@@ -186,7 +186,7 @@ def test_neighbours_cost_what_the_simulator_says() -> None:
         atom_sizes=(1, 1),
         interference=Interference(slowdown=slowdown),
     )
-    execution = execute(problem, Schedule(modes=(1, 1), starts=(0, 0), makespan=100_000))
+    execution = execute(problem, TaskSchedule(modes=(1, 1), starts=(0, 0), makespan=100_000))
     plan = _plan(1, 2)
     trace = _trace(plan, *(end - start for start, end in zip(execution.starts, execution.ends, strict=True)))
     table = _costs(100_000, 100_000, share=0.4, slowdown=slowdown)

@@ -13,15 +13,15 @@ import pytest
 
 from apollo_compile.store.files import FileState
 from apollo_compile.store.self_checks import FORMAT, RETRY_S, SelfCheck, SelfChecks
-from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.findings import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint
 
 MINE = Fingerprint(device="NVIDIA H200", driver="580.1 (CUDA 13000)", torch="2.11", cores=132, units=132)
-FINE = Finding(level=Level.OK, subject="hand-overs", message="are in order")
-BAD = Finding(level=Level.ERROR, subject="dropout", message="equal masks")
+FINE = CheckResult(level=Level.OK, subject="hand-overs", message="are in order")
+BAD = CheckResult(level=Level.ERROR, subject="dropout", message="equal masks")
 
 
-def verdict(*findings: Finding, age_s: float = 0) -> SelfCheck:
+def verdict(*findings: CheckResult, age_s: float = 0) -> SelfCheck:
     """Return what was found `age_s` seconds ago."""
     return SelfCheck(made_at=time.time() - age_s, fingerprint=MINE, findings=findings)
 
@@ -32,7 +32,7 @@ def never() -> SelfCheck:
 
 
 @pytest.mark.parametrize(("findings", "complaint"), [((FINE,), None), ((FINE, BAD), "dropout: equal masks")])
-def test_a_verdict_is_made_once(tmp_path: Path, findings: tuple[Finding, ...], complaint: str | None) -> None:
+def test_a_verdict_is_made_once(tmp_path: Path, findings: tuple[CheckResult, ...], complaint: str | None) -> None:
     """Later processes read it, whatever it says."""
     made = verdict(*findings)
     assert SelfChecks(tmp_path / "new").find(MINE, lambda: made) == made

@@ -26,12 +26,19 @@ from apollo_compile.tools.bench.numbers import (
     to_json,
 )
 from apollo_compile.tools.bench.render import format_measurement
-from apollo_compile.tools.bench.task import INDUCTOR_MODES, KEPT_MEMORY, TOLERANCES, VARIANTS, Task, Variant
+from apollo_compile.tools.bench.task import (
+    INDUCTOR_MODES,
+    KEPT_MEMORY,
+    TOLERANCES,
+    VARIANTS,
+    MeasuredTask,
+    MeasuredVariant,
+)
 from apollo_compile.tools.bench.turns import measure, measure_children, turn_orders
 from benchmarks.run import batches, format_overview, workloads
 from benchmarks.workloads.specs import SPECS
 
-EAGER = Variant(name="eager", backend=None)
+EAGER = MeasuredVariant(name="eager", backend=None)
 
 
 def build_linear(width: int, *, scale: float = 1.0, fail: str = "") -> Any:
@@ -82,7 +89,9 @@ class FakeChild:
         return {"loss": self.loss, "digest": str(self.folder / f"{self.name}.npz")}
 
 
-def measured(task: Task, times: dict[str, int], folder: Path, *, rounds: int = 1, steps: int = 1) -> Measurement:
+def measured(
+    task: MeasuredTask, times: dict[str, int], folder: Path, *, rounds: int = 1, steps: int = 1
+) -> Measurement:
     """Measure children whose steps take so long, without a pause."""
     children = {name: FakeChild(name, step_ns, [], folder) for name, step_ns in times.items()}
     pause = lambda seconds: None  # noqa: E731
@@ -99,7 +108,9 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     log: list[str] = []
     children = {name: FakeChild(name, step_ns, log, tmp_path) for name, step_ns in (("eager", 300), ("inductor", 200))}
     pause = lambda seconds: log.append("pause")  # noqa: E731
-    measurement = measure_children(Task(builder="x:y"), children, rounds=2, steps_per_turn=3, warmup=5, pause=pause)
+    measurement = measure_children(
+        MeasuredTask(builder="x:y"), children, rounds=2, steps_per_turn=3, warmup=5, pause=pause
+    )
     begins = ["start eager", "start inductor", "eager warms up 5", "inductor warms up 5"]
     turns = ["eager 1+3", "inductor 1+3", "inductor 1+3", "eager 1+3"]
     assert [line for line in log if line != "pause"] == begins + turns
@@ -115,7 +126,7 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
 
 def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
     """A speed-up says little where nobody knows of what."""
-    measurement = measured(Task(builder="x:y"), {"inductor": 100, "apollo": 100}, tmp_path)
+    measurement = measured(MeasuredTask(builder="x:y"), {"inductor": 100, "apollo": 100}, tmp_path)
     (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("selected variants")]
     assert line.endswith(": apollo: segments in turn, Inductor")
     assert [result["ran"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
@@ -126,7 +137,9 @@ def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_pat
     times = {"eager": 300, "inductor": 400, "apollo-serial": 250, "apollo": 200}
 
     def told(name: str, batch: int) -> Measurement:
-        return measured(Task(builder="x:y", arguments={"name": name, "batch": batch}), times, tmp_path, rounds=2)
+        return measured(
+            MeasuredTask(builder="x:y", arguments={"name": name, "batch": batch}), times, tmp_path, rounds=2
+        )
 
     faster = told("clip", 4)
     times["apollo"] = 50
@@ -142,7 +155,7 @@ def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_pat
 def test_the_overview_has_the_best_mode_of_inductor_and_kept_memory(tmp_path: Path) -> None:
     """A gain over the default, over the best that torch can do, and over the default's code with kept memory."""
     times = {"eager": 300, "inductor": 400, "inductor-max-autotune": 240, "inductor-kept-memory": 360, "apollo": 200}
-    task = Task(builder="x:y", arguments={"name": "vit_control", "batch": 8}, dtype="bfloat16")
+    task = MeasuredTask(builder="x:y", arguments={"name": "vit_control", "batch": 8}, dtype="bfloat16")
     measurement = measured(task, times, tmp_path)
     row = [cell.strip() for cell in format_overview([measurement]).splitlines()[2].split("  ") if cell]
     ratios = ["2.00x", "1.20x", "1.20x", "1.80x", "-", "1.00x"]
@@ -151,7 +164,7 @@ def test_the_overview_has_the_best_mode_of_inductor_and_kept_memory(tmp_path: Pa
 
 def test_a_measurement_says_which_cpu_and_type_it_was_taken_on(tmp_path: Path) -> None:
     """In the table and in the file: which libraries are fast depends on the vendor."""
-    measurement = measured(Task(builder="x:y", dtype="bfloat16"), {"eager": 100}, tmp_path)
+    measurement = measured(MeasuredTask(builder="x:y", dtype="bfloat16"), {"eager": 100}, tmp_path)
     assert to_json(measurement)["cpu"] == cpu_description()
     assert f"measured in bfloat16 on {cpu_description()}" in format_measurement(measurement).splitlines()
 
@@ -237,8 +250,8 @@ def test_real_processes_are_measured_and_agree(builder: str) -> None:
     """Two eager children of a task that draws its weights: equal numbers, positive times, lines of progress."""
     lines: list[str] = []
     measurement = measure(
-        Task(builder=builder, arguments={"width": 8}),
-        (EAGER, Variant(name="again", backend=None)),
+        MeasuredTask(builder=builder, arguments={"width": 8}),
+        (EAGER, MeasuredVariant(name="again", backend=None)),
         rounds=2,
         steps_per_turn=2,
         progress=lines.append,
@@ -277,7 +290,7 @@ TIMES = 6
 @pytest.mark.soak
 def test_a_variant_may_keep_memory_as_apollo_does(builder: str) -> None:
     """Then a large tensor that comes again takes no page faults, unless small ones split the memory that it left."""
-    task = Task(builder=builder.replace("linear", "allocations"), mode="inference")
+    task = MeasuredTask(builder=builder.replace("linear", "allocations"), mode="inference")
     (_, kept) = KEPT_MEMORY
     results = measure(task, (EAGER, kept), rounds=1, steps_per_turn=1).by_variant()
     assert results["eager"].loss >= TIMES * PAGES and results[kept.name].loss < TIMES * PAGES / 2
@@ -298,17 +311,17 @@ def test_a_task_may_be_under_autocast(builder: str) -> None:
     """Products are in bfloat16, parameters and gradients are not; differences may be as large as it rounds."""
     losses = {}
     for dtype in TOLERANCES:
-        task = Task(builder=builder.replace("linear", "precision"), dtype=dtype)
+        task = MeasuredTask(builder=builder.replace("linear", "precision"), dtype=dtype)
         losses[dtype] = measure(task, (EAGER,), rounds=1, steps_per_turn=1).by_variant()["eager"].loss
     assert losses == {"float32": 2 + 2**-11, "bfloat16": 2.0}
-    assert Task(builder="x:y").tolerance < Task(builder="x:y", dtype="bfloat16").tolerance < 0.1
+    assert MeasuredTask(builder="x:y").tolerance < MeasuredTask(builder="x:y", dtype="bfloat16").tolerance < 0.1
 
 
 @pytest.mark.parametrize(("fail", "message"), (("no such model", "no such model"), ("exit", "exit code 3")))
 def test_a_failing_child_is_named_with_its_reason(builder: str, fail: str, message: str) -> None:
     """Whether it raises or dies."""
     with pytest.raises(ApolloError, match=f"(?s)'eager'.*{message}"):
-        measure(Task(builder=builder, arguments={"width": 8, "fail": fail}), (EAGER,))
+        measure(MeasuredTask(builder=builder, arguments={"width": 8, "fail": fail}), (EAGER,))
 
 
 def test_machine_facts_say_what_is_needed_to_repeat() -> None:

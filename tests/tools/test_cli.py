@@ -17,13 +17,13 @@ torch = pytest.importorskip("torch")
 
 import apollo_compile  # noqa: E402
 from apollo_compile.device.cpu import calibrate as calibration  # noqa: E402
-from apollo_compile.device.cpu.calibrate import Calibration, Progress  # noqa: E402
+from apollo_compile.device.cpu.calibrate import Calibration, ReportStep  # noqa: E402
 from apollo_compile.device.cpu.discover import discover_profile  # noqa: E402
 from apollo_compile.reports.report import Report  # noqa: E402
 from apollo_compile.store.profiles import cached_profile_path, default_profile, load_profile  # noqa: E402
 from apollo_compile.tools.bench import turns  # noqa: E402
 from apollo_compile.tools.bench.numbers import LOSS, Measurement, VariantResult, compare_digests, summarize  # noqa: E402
-from apollo_compile.tools.bench.task import Task, Variant  # noqa: E402
+from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant  # noqa: E402
 from apollo_compile.tools.cli import main  # noqa: E402
 from apollo_compile.tools.targets import load_target  # noqa: E402
 from tests.reports.reports import workload_report  # noqa: E402
@@ -68,7 +68,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _measure(monkeypatch: pytest.MonkeyPatch, disturbed_share: float = 0.0) -> None:
     """Replace the measurement, which takes a minute, by the default profile."""
 
-    def calibrate(units: int, *, rounds: int, progress: Progress) -> Calibration:
+    def calibrate(units: int, *, rounds: int, progress: ReportStep) -> Calibration:
         if units > 8:
             raise ValueError(f"cannot calibrate {units} units")
         for done, what in enumerate(("compiling", "measuring", "measuring", "done")):
@@ -349,10 +349,10 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
     model_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is measured is the harness's business; children find the target by its name."""
-    asked: list[tuple[Task, list[str]]] = []
+    asked: list[tuple[MeasuredTask, list[str]]] = []
     difference = {"loss": 1.0}
 
-    def measure(task: Task, variants: Sequence[Variant], **_: Any) -> Measurement:
+    def measure(task: MeasuredTask, variants: Sequence[MeasuredVariant], **_: Any) -> Measurement:
         asked.append((task, [variant.name for variant in variants]))
         times = ((1_000_000, 1_000_000),) * 5
         results = tuple(

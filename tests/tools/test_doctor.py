@@ -22,7 +22,7 @@ from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.store.files import FileState
 from apollo_compile.tools import doctor
-from apollo_compile.tools.doctor import Finding, Level, MachineFacts, diagnose, is_fit, look
+from apollo_compile.tools.doctor import CheckResult, Level, MachineFacts, diagnose, is_fit, look
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ def _subjects(file: str) -> set[str]:
     return set(named) | set(re.findall(r'f"(lanes|nodes) \{name\}', code))
 
 
-def find(facts: MachineFacts, subject: str) -> Finding:
+def find(facts: MachineFacts, subject: str) -> CheckResult:
     """Return the finding about a subject."""
     (found,) = [finding for finding in diagnose(facts) if finding.subject == subject]
     return found
@@ -287,7 +287,7 @@ def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkey
 
 def test_what_a_gpu_showed_is_among_the_findings() -> None:
     """A lane that does not keep to its SMs makes the machine unfit."""
-    bad = Finding(level=Level.ERROR, subject="lanes 64 + 64, eager", message="lanes 1 and 2 share SMs [15]")
+    bad = CheckResult(level=Level.ERROR, subject="lanes 64 + 64, eager", message="lanes 1 and 2 share SMs [15]")
     facts = replace(FINE, cuda_devices=("a GPU",), cuda_build="13.0", cuda_findings=(bad,))
     assert find(facts, bad.subject) is bad
     assert not is_fit(diagnose(facts))

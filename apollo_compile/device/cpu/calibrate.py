@@ -42,7 +42,7 @@ from apollo_compile.target.lanes import lane_catalogue, useful_lanes
 from apollo_compile.target.profile import Arithmetic, DeviceProfile, Rate, rate_at
 from apollo_compile.units import NS_PER_S
 
-Progress: TypeAlias = Callable[[str, int, int], None]
+ReportStep: TypeAlias = Callable[[str, int, int], None]
 """Called with the phase, the number of steps done, and the number of steps."""
 
 ROUNDS = 100
@@ -72,7 +72,9 @@ class Calibration:
         return self.disturbed_share > _MOST_DISTURBED
 
 
-def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda what, done, total: None) -> Calibration:
+def calibrate(
+    units: int, *, rounds: int = ROUNDS, progress: ReportStep = lambda what, done, total: None
+) -> Calibration:
     """Measure this machine with `units` units, in less than two minutes; no other work should run.
 
     Arguments:

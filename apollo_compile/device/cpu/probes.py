@@ -19,7 +19,7 @@ import torch
 
 from apollo_compile.ir import KernelKind
 
-Call: TypeAlias = Callable[[], object]
+Probed: TypeAlias = Callable[[], object]
 
 _BATCH_NS = 300_000
 """Approximate time for which a call is repeated in a round."""
@@ -43,7 +43,7 @@ class Probe:
     kernels: int = 1
     is_parallel: bool = False
     """Whether `parallel_ns` is fitted to its time."""
-    call: Call = lambda: None
+    call: Probed = lambda: None
     """Runs the kernels; does nothing for a compiled body, which `runtime.py` times."""
     times: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Nanoseconds of one kernel in all rounds, by number of units."""
@@ -191,7 +191,7 @@ def _convolution_probes(images: int, side: int, channels: int) -> list[Probe]:
     ]
 
 
-def _time(call: Call, repeats: int) -> float:
+def _time(call: Probed, repeats: int) -> float:
     call()  # loads code, touches pages, and brings its data back into the caches
     begin = time.perf_counter_ns()
     for _ in range(repeats):

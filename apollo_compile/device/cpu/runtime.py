@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.device.cpu.execute import Executable
 from apollo_compile.device.cpu.probes import Probe, typical
-from apollo_compile.device.trials import Step, write_program
+from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.ir import KernelKind, Lane, LaneId, Span
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.bodies import compile_bodies
@@ -128,7 +128,7 @@ class _Trial:
             reads[name] = tuple(range(len(self._inputs), len(self._inputs) + len(inputs)))
             self._inputs += inputs
         written = [
-            Step(
+            TrialStep(
                 body=names.index(name),
                 reads=reads[name],
                 lane=min(lane, len(lanes) - 1),  # all units are one lane

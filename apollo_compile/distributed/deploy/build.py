@@ -34,9 +34,9 @@ from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.passes.deploy import (
     REST,
-    Call,
-    Cluster,
     Deployment,
+    EqualDevices,
+    ModuleCall,
     ModuleState,
     StepWork,
     group_sizes,
@@ -102,7 +102,7 @@ def deploy(
         if link is None:
             link = _measure_link(group, device) if size > 1 else Link(0.0, 1.0)
         is_cuda = device.type == "cuda"
-        cluster = Cluster(
+        cluster = EqualDevices(
             devices=size,
             units=torch.cuda.get_device_properties(device).multi_processor_count
             if is_cuda
@@ -197,7 +197,7 @@ class _Record:
 
 
 @dataclass(slots=True)
-class Trace:
+class CallTrace:
     """The calls of modules in a step."""
 
     samples: int
@@ -207,12 +207,12 @@ class Trace:
     """Calls whose outputs have been read so far."""
 
 
-def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> Trace:
+def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> CallTrace:
     """Run the forward and the loss once, and record the calls of modules."""
     tensors = [each for each in _tensors(batch) if each.dim()]
     if not tensors:
         raise DeploymentError("the batch has no tensor with samples")
-    trace = Trace(samples=tensors[0].shape[0], device=tensors[0].device)
+    trace = CallTrace(samples=tensors[0].shape[0], device=tensors[0].device)
     modules = {name: model.get_submodule(name) for name in names}
     own = {name: vars(module).get("forward") for name, module in modules.items()}
     for name, module in modules.items():
@@ -227,7 +227,9 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
     return trace
 
 
-def _record(trace: Trace, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _record(
+    trace: CallTrace, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Run a module's forward, and add the call to the trace."""
     count = sum(call.module_name == name for call in trace.calls)
     args, kwargs = arrived(args), arrived(kwargs)
@@ -275,7 +277,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- times
 
 
-class Piece(NamedTuple):
+class TimedPiece(NamedTuple):
     """Work to time: a forward, and the backward of what it returns."""
 
     work: Callable[[], Any]
@@ -291,19 +293,19 @@ def pieces_of(
     model: nn.Module,
     batch: Any,
     loss_fn: Callable[[Any], torch.Tensor],
-    trace: Trace,
+    trace: CallTrace,
     size: int,
     optimizer_states: int,
-) -> dict[Hashable, Piece]:
+) -> dict[Hashable, TimedPiece]:
     """Return what is timed: the step, calls by name and number of devices that divide the samples, updates."""
-    pieces: dict[Hashable, Piece] = {REST: Piece(lambda: loss_fn(_call(model, batch)), is_alone=True)}
+    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(lambda: loss_fn(_call(model, batch)), is_alone=True)}
     for record in trace.calls:
-        pieces["update", record.module_name] = Piece(_update_of(record.module, optimizer_states), is_alone=True)
+        pieces["update", record.module_name] = TimedPiece(_update_of(record.module, optimizer_states), is_alone=True)
         for devices in group_sizes(size):
             if devices == 1 or _is_divisible(record, trace.samples, devices):
                 args, kwargs = _first_part((record.args, record.kwargs), trace.samples, devices)
                 work = functools.partial(record.module, *args, **kwargs)
-                pieces[record.name, devices] = Piece(work, is_alone=devices == 1)
+                pieces[record.name, devices] = TimedPiece(work, is_alone=devices == 1)
     return pieces
 
 
@@ -340,7 +342,7 @@ def _first_part(tree: Any, samples: int, devices: int) -> Any:
 
 
 def measure(
-    model: nn.Module, pieces: Mapping[Hashable, Piece], group: dist.ProcessGroup | None, device: torch.device
+    model: nn.Module, pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | None, device: torch.device
 ) -> Times:
     """Return the median times of pieces, on all ranks of a group at once; they take turns, so that noise is fair."""
     watch = Stopwatch(device)
@@ -404,7 +406,13 @@ def _measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link
 
 
 def work_of(
-    model: nn.Module, trace: Trace, times: Times, cluster: Cluster, optimizer_states: int, *, least_share: float
+    model: nn.Module,
+    trace: CallTrace,
+    times: Times,
+    cluster: EqualDevices,
+    optimizer_states: int,
+    *,
+    least_share: float,
 ) -> StepWork:
     """Return the work of the planner, with the code between the modules as the last call.
 
@@ -419,7 +427,7 @@ def work_of(
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
     names = [call.name for call in kept]
     rest = [max(0, times[REST][kind] - sum(times[name, 1][kind] for name in names)) for kind in (0, 1)]
-    between = Call(
+    between = ModuleCall(
         name=REST,
         module=REST,
         inputs=tuple(names),
@@ -435,7 +443,7 @@ def work_of(
         for name, module in placed.items()
     }
     calls = [
-        Call(
+        ModuleCall(
             name=call.name,
             module=call.module_name,
             inputs=tuple(name for name in call.inputs if name in names),

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from apollo_compile.passes.deploy import Bar, Deployment, Group
+from apollo_compile.passes.deploy import Deployment, DeviceGroup, WorkInterval
 from apollo_compile.reports.colors import COLORS
 from apollo_compile.units import format_ns
 
@@ -36,7 +36,7 @@ def render_svg(plan: Deployment) -> str:
     ]
     for index, row in enumerate(rows):
         top = TOP + index * (ROW + GAP)
-        label = Group(module="", first=row[0], devices=len(row), units=0)
+        label = DeviceGroup(module="", first=row[0], devices=len(row), units=0)
         lines.append(f'<text x="{LEFT - 8}" y="{top + ROW / 2 + 4}" text-anchor="end">{label}</text>')
         lines.append(f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{ROW}" fill="#eeeeee"/>')
         for bar, offset, share in _side_by_side(plan, groups[row[0]]):
@@ -47,10 +47,10 @@ def render_svg(plan: Deployment) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _side_by_side(plan: Deployment, groups: Sequence[Group]) -> Iterator[tuple[Bar, float, float]]:
+def _side_by_side(plan: Deployment, groups: Sequence[DeviceGroup]) -> Iterator[tuple[WorkInterval, float, float]]:
     """Yield the bars of a row, each with the shares of a device's units below it and of its own."""
     units = {group.module: group.units for group in groups}
-    placed: list[tuple[Bar, int]] = []
+    placed: list[tuple[WorkInterval, int]] = []
     for bar in plan.bars:
         if bar.module not in units:
             continue
@@ -64,7 +64,7 @@ def _side_by_side(plan: Deployment, groups: Sequence[Group]) -> Iterator[tuple[B
         yield bar, min(offset, all_units - own) / all_units, own / all_units
 
 
-def _draw(plan: Deployment, bar: Bar, y: float, height: float, color: str) -> str:
+def _draw(plan: Deployment, bar: WorkInterval, y: float, height: float, color: str) -> str:
     x = LEFT + WIDTH * bar.start_ns / plan.step_ns
     width = max(0.5, WIDTH * (bar.end_ns - bar.start_ns) / plan.step_ns)
     name = f"{bar.name}, {bar.kind}, {format_ns(bar.end_ns - bar.start_ns)}"

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from apollo_compile.distributed.pipeline.simulate import end_of
-from apollo_compile.distributed.pipeline.values import Bar, Kind, Op, Pause, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Bar, Kind, Op, Pause, PipelineSchedule, StageTimes
 
 FOREVER = 2**62
 """End of unlimited free time."""
@@ -29,7 +29,7 @@ class PipelineTimeline:
         times: durations of its stages.
     """
 
-    def __init__(self, plain: Sequence[Bar], schedule: Schedule, times: StageTimes) -> None:
+    def __init__(self, plain: Sequence[Bar], schedule: PipelineSchedule, times: StageTimes) -> None:
         self.num_ranks = schedule.num_ranks
         self.times = times
         self._plain = plain

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from apollo_compile.distributed.pipeline.fill import fill
 from apollo_compile.distributed.pipeline.simulate import end_of, orders_of, simulate
-from apollo_compile.distributed.pipeline.values import Encoder, Kind, Op, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Encoder, Kind, Op, PipelineSchedule, StageTimes
 from apollo_compile.units import NS_PER_MS
 
 NUM_COUNTED = 2
@@ -96,7 +96,7 @@ class StepPlan:
 
 
 def plan_step(
-    schedule: Schedule, encoders: Sequence[Encoder], durations: Durations, *, known: Sequence[StepPlan] = ()
+    schedule: PipelineSchedule, encoders: Sequence[Encoder], durations: Durations, *, known: Sequence[StepPlan] = ()
 ) -> StepPlan:
     """Return the plan of a step: the planner's, or a known plan if it is shorter in the simulation.
 

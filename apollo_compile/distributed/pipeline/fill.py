@@ -41,7 +41,7 @@ from apollo_compile.distributed.pipeline.values import (
     Filling,
     Kind,
     Op,
-    Schedule,
+    PipelineSchedule,
     StageTimes,
     count_devices,
 )
@@ -50,12 +50,12 @@ from apollo_compile.errors import PipelinePlanError
 MAX_MOVES = 48
 """Number of moves of a micro-batch to another replica that are tried."""
 
-Assignment = tuple[tuple[int, ...], ...]
+ReplicaOf = tuple[tuple[int, ...], ...]
 """Replica by encoder and micro-batch."""
 
 
 def fill(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     times: StageTimes,
     encoders: Sequence[Encoder],
     *,
@@ -84,14 +84,14 @@ def fill(
 
 
 @functools.lru_cache(maxsize=1)
-def _timeline(schedule: Schedule, times: StageTimes) -> PipelineTimeline:
+def _timeline(schedule: PipelineSchedule, times: StageTimes) -> PipelineTimeline:
     """Return the pipeline without encoders, cached for repeated fills of one pipeline."""
     return PipelineTimeline(simulate(schedule, times), schedule, times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
-    schedule: Schedule
+    schedule: PipelineSchedule
     times: StageTimes
     encoders: tuple[Encoder, ...]
     filling: Filling
@@ -126,7 +126,7 @@ def _moved(problem: _Problem, filler: _Filler) -> Iterator[_Filler]:
                 yield _Filler(problem, assignment)
 
 
-def _require_fitting(encoder: Encoder, schedule: Schedule) -> None:
+def _require_fitting(encoder: Encoder, schedule: PipelineSchedule) -> None:
     """Raise if an encoder does not fit this pipeline."""
     for stages in (encoder.forward_ns, encoder.backward_ns):
         if stages and any(len(replica) != len(stages) for replica in encoder.replicas):
@@ -187,7 +187,7 @@ class _Filler:
         PipelinePlanError: no order meets a limit of live micro-batches.
     """
 
-    def __init__(self, problem: _Problem, assignment: Assignment | None) -> None:
+    def __init__(self, problem: _Problem, assignment: ReplicaOf | None) -> None:
         self._problem = problem
         self._line = problem.line.without_pauses()
         self._is_coarse = problem.filling is Filling.COARSE
@@ -223,7 +223,7 @@ class _Filler:
             step_ns=self.step_ns,
         )
 
-    def _place_forwards(self, assignment: Assignment | None) -> Assignment:
+    def _place_forwards(self, assignment: ReplicaOf | None) -> ReplicaOf:
         places: list[list[int]] = [[] for _ in self._problem.encoders]
         longest_ns = 0
         for at_ns, microbatch, index in self._reads():

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from apollo_compile.distributed.pipeline.values import Kind, Op, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Kind, Op, PipelineSchedule, StageTimes
 from apollo_compile.errors import PipelinePlanError
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved 1f1b"]
@@ -21,7 +21,7 @@ ScheduleName = Literal["1f1b", "gpipe", "interleaved 1f1b"]
 
 def make_schedule(
     name: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int, times: StageTimes
-) -> Schedule:
+) -> PipelineSchedule:
     """Return the schedule of a name.
 
     Raises:
@@ -42,7 +42,7 @@ def make_schedule(
     return schedule
 
 
-def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+def gpipe(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """Return the schedule in which every rank computes all forwards, then all backwards."""
     _require_positive(num_ranks, num_microbatches)
     orders = tuple(
@@ -55,7 +55,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     return _make("gpipe", num_ranks, 1, num_microbatches, orders)
 
 
-def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
+def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """Return the schedule in which, after the warm-up, one forward alternates with one backward."""
     _require_positive(num_ranks, num_microbatches)
     orders = []
@@ -66,7 +66,7 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
     return _make("1f1b", num_ranks, 1, num_microbatches, orders)
 
 
-def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> PipelineSchedule:
     """Return interleaved 1F1B: a rank has several stages, and takes them in turn for rounds of micro-batches.
 
     Raises:
@@ -100,8 +100,8 @@ def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], num_warmup: int)
 
 def _make(
     name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int, orders: Sequence[tuple[Op, ...]]
-) -> Schedule:
-    return Schedule(
+) -> PipelineSchedule:
+    return PipelineSchedule(
         name=name,
         num_ranks=num_ranks,
         num_stages=num_ranks * stages_per_rank,

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from apollo_compile.distributed.pipeline.values import Bar, Encoder, FilledPlan, Kind, Op, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Bar, Encoder, FilledPlan, Kind, Op, PipelineSchedule, StageTimes
 from apollo_compile.errors import PipelinePlanError
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     times: StageTimes,
     *,
     orders: Sequence[Sequence[Op]] | None = None,

@@ -48,7 +48,7 @@ class Op(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class PipelineSchedule:
     """Order in which the ranks of a pipeline compute their stages."""
 
     name: str
@@ -137,7 +137,7 @@ class FilledPlan:
     """One step of a pipeline with encoders, on every device."""
 
     filling: Filling
-    schedule: Schedule
+    schedule: PipelineSchedule
     times: StageTimes
     encoders: tuple[Encoder, ...]
     replica_of: tuple[tuple[int, ...], ...]
@@ -202,7 +202,7 @@ class PipelineSteps:
         return {name: plan for name, plan in steps.items() if plan is not None}
 
 
-def count_devices(schedule: Schedule, encoders: Iterable[Encoder]) -> int:
+def count_devices(schedule: PipelineSchedule, encoders: Iterable[Encoder]) -> int:
     """Return the number of devices: the columns that the encoders need, times ranks."""
     ranks = schedule.num_ranks
     used = [device for encoder in encoders for replica in encoder.replicas for device in replica]

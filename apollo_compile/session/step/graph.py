@@ -37,7 +37,7 @@ from apollo_compile.session.step import segments
 from apollo_compile.session.step.collectives import Averages
 from apollo_compile.session.step.input_tracker import SharedInputs
 from apollo_compile.session.step.micro_batch import GraphCode, MicroBatchGraphs, names_of
-from apollo_compile.session.step.segments import Group, OneSegment
+from apollo_compile.session.step.segments import GradientGroup, OneSegment
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import with_network
 from apollo_compile.target.profile import DeviceProfile
@@ -234,7 +234,7 @@ class _Wiring:
             if not written.isdisjoint(places):
                 raise UnsupportedGraphError("the loss function writes to a parameter that the ranks gather")
             assert averages.sharded is not None
-            group = Group(name=name, module="", sizes={place: self._local_bytes[place] for place in places})
+            group = GradientGroup(name=name, module="", sizes={place: self._local_bytes[place] for place in places})
             gather = partial(averages.sharded.gather, bucket)
             added = self._add_graph(segments.communicate(group, "gather", [whole.nbytes for whole in bucket], gather))
             stored, made = ([f"{kind} {place}" for place in places] for kind in ("shard", "state"))
@@ -248,7 +248,7 @@ class _Wiring:
         sizes = {place: size for group in self._groups for place, size in group.sizes.items()}
         for number, bucket in enumerate(averages.buckets):
             places = [place_of[id(parameter)] for parameter in bucket]
-            group = Group(name=f"bucket{number}", module="", sizes={place: sizes[place] for place in places})
+            group = GradientGroup(name=f"bucket{number}", module="", sizes={place: sizes[place] for place in places})
             makes = [self._local_bytes.get(place, sizes[place]) for place in places]
             average = partial(averages.average, bucket)
             segment = self._add_graph(segments.communicate(group, "mean", makes, average))
@@ -320,7 +320,7 @@ class _Wiring:
         return len(self.graphs) - 1
 
     def _replace_gradients(
-        self, group: Group, graph: int, takes: Sequence[str], *, writes: Sequence[str] = (), label: str = ""
+        self, group: GradientGroup, graph: int, takes: Sequence[str], *, writes: Sequence[str] = (), label: str = ""
     ) -> None:
         after = {place: f"gradient {place} of call {len(self.calls)}" for place in group.sizes}
         self._call(graph, takes, list(after.values()), writes=writes, label=label)

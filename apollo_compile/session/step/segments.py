@@ -32,7 +32,7 @@ _Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class GradientGroup:
     """Parameters whose gradients one segment of the backward makes."""
 
     name: str
@@ -50,7 +50,7 @@ class OneSegment:
     body: CompiledBody
 
 
-def group_gradients(backward: SegmentGraph, places: Sequence[int]) -> Sequence[Group]:
+def group_gradients(backward: SegmentGraph, places: Sequence[int]) -> Sequence[GradientGroup]:
     """Return the groups of the parameters that the backward makes gradients for, at these places of its outputs."""
     groups: dict[SegmentId | None, dict[int, int]] = {}
     for place in places:
@@ -59,7 +59,7 @@ def group_gradients(backward: SegmentGraph, places: Sequence[int]) -> Sequence[G
         made = backward.buffers[buffer]
         groups.setdefault(made.producer, {})[place] = made.num_bytes
     return [
-        Group(
+        GradientGroup(
             name="~inputs" if producer is None else backward.segments[producer].name,
             module="" if producer is None else backward.segments[producer].module,
             sizes=sizes,
@@ -68,7 +68,7 @@ def group_gradients(backward: SegmentGraph, places: Sequence[int]) -> Sequence[G
     ]
 
 
-def add_gradients(group: Group) -> OneSegment:
+def add_gradients(group: GradientGroup) -> OneSegment:
     """Add gradients to those of earlier micro-batches, as autograd adds those of one backward to another's.
 
     Takes the earlier ones, then the later ones; makes the sums.
@@ -82,7 +82,7 @@ def add_gradients(group: Group) -> OneSegment:
     return _one_segment(group, "sum", takes=2 * sizes, makes=sizes, flops=sum(sizes) // 4, body=add)
 
 
-def communicate(group: Group, what: str, makes: Sequence[int], collective: _Function) -> OneSegment:
+def communicate(group: GradientGroup, what: str, makes: Sequence[int], collective: _Function) -> OneSegment:
     """Run one collective over the ranks: takes tensors of the sizes of a group, and makes some of other sizes."""
     takes = tuple(group.sizes.values())
     return _one_segment(
@@ -90,7 +90,7 @@ def communicate(group: Group, what: str, makes: Sequence[int], collective: _Func
     )
 
 
-def measure_gradients(group: Group) -> OneSegment:
+def measure_gradients(group: GradientGroup) -> OneSegment:
     """Measure gradients: takes them and makes one tensor with the norm of each."""
     sizes = tuple(group.sizes.values())
     return _one_segment(
@@ -99,7 +99,7 @@ def measure_gradients(group: Group) -> OneSegment:
 
 
 def limit_gradients(
-    groups: Sequence[Group],
+    groups: Sequence[GradientGroup],
     order: Sequence[int],
     limit: float,
     device: torch.device | None = None,
@@ -124,7 +124,7 @@ def limit_gradients(
         total = total_norm(torch.cat(norms)[index])
         return [torch.clamp(limit / (total + 1e-6), max=1.0)]
 
-    everything = Group(name="gradients", module="", sizes={})
+    everything = GradientGroup(name="gradients", module="", sizes={})
     takes = tuple(_NORM_BYTES * len(group.sizes) for group in groups)
     return _one_segment(
         everything,
@@ -138,7 +138,7 @@ def limit_gradients(
 
 
 def update_parameters(
-    group: Group, parameters: Mapping[int, torch.Tensor], optimizer: StepInParts | None, *, is_clipped: bool
+    group: GradientGroup, parameters: Mapping[int, torch.Tensor], optimizer: StepInParts | None, *, is_clipped: bool
 ) -> OneSegment:
     """Step the optimizer for one group: takes parameters, to which it writes, and gradients.
 
@@ -171,7 +171,7 @@ def update_parameters(
 
 
 def _one_segment(
-    group: Group,
+    group: GradientGroup,
     what: str,
     *,
     takes: Sequence[int],

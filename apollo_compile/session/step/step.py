@@ -39,10 +39,9 @@ from apollo_compile.session.step.collectives import DataParallel, find_data_para
 from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction
 from apollo_compile.session.step.notes import LossGraph, Noted
-from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.returned import Outputs, detach_others, loss_in, weighted_sum
 from apollo_compile.session.step.split import weigh_parts
-from apollo_compile.session.step.traced import TracedStep, add_gradients, make_traced_step
+from apollo_compile.session.step.traced import add_gradients, make_traced_step
 from apollo_compile.session.step.tuning import StepTuner, steps_to_compare
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +60,7 @@ class Step:
         self.config = load_config(settings.options)
         self._model = model
         self._loss_fn = loss_fn
+        self._call = partial(_call_loss, loss_fn, model)  # without a compiler; it keeps no step alive
         self._optimizer = optimizer
         self._settings = settings
         found = find_data_parallel(model, settings.mesh)
@@ -184,7 +184,8 @@ class Step:
             tuner.record(time.perf_counter_ns() - begin)
         self._loss.note_graph(key, graph)
         if len(parts) not in graph.outcomes and graph.is_ready:
-            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_traced_step)
+            make_traced = partial(make_traced_step, call=self._call, compiled=self._loss.call, config=self.config)
+            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), make_traced)
         return returned
 
     def _run(
@@ -263,15 +264,10 @@ class Step:
         """Take the step without a compiler; None under autocast, which would keep copies of weights between steps."""
         if torch.is_autocast_enabled(tuner.program.micro.device.type):
             return None
-        returned = add_gradients(partial(_call_loss, self._loss_fn, self._model), parts, weights)
+        returned = add_gradients(self._call, parts, weights)
         tuner.held_back = None
         self._finish()
         return returned
-
-    def _make_traced_step(self, program: StepProgram) -> TracedStep | None:
-        """Return a rival of a program, which does not keep this step alive when users drop it."""
-        call = partial(_call_loss, self._loss_fn, self._model)
-        return make_traced_step(program, call, self._loss.call, self.config)
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
         returned: Sequence[Any] | None

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from apollo_compile.device.cpu.machine import cpu_description
-from apollo_compile.tools.bench.task import Task
+from apollo_compile.tools.bench.task import MeasuredTask
 
 _NUM_RESAMPLES = 2000
 _TINY = 1.2e-38  # the smallest normal float32
@@ -92,7 +92,7 @@ class VariantResult:
 class Measurement:
     """One task, measured with several variants."""
 
-    task: Task
+    task: MeasuredTask
     baseline: str
     reference: str
     cpu: str
@@ -158,7 +158,7 @@ def to_json(measurement: Measurement) -> dict[str, Any]:
 
 
 def collect(
-    task: Task,
+    task: MeasuredTask,
     cold_s: Mapping[str, float],
     numbers: Mapping[str, Numbers],
     times: Mapping[str, Sequence[tuple[int, ...]]],

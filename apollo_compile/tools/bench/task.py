@@ -13,11 +13,11 @@ TOLERANCES: Mapping[DType, float] = {"float32": 1e-3, "bfloat16": 5e-2}
 1e-5 over a whole model. With bfloat16 (8 bits of precision), compilers keep intermediate results in float32 that eager
 rounds, so gradients of single elements differ by some percent."""
 
-Mode = Literal["train", "inference"]
+StepKind = Literal["train", "inference"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
+class MeasuredVariant:
     """A measured variant of a model: a backend of `torch.compile` with options, or eager."""
 
     name: str
@@ -30,9 +30,9 @@ class Variant:
     """`module:class` of the `Stepper` that takes its steps."""
 
 
-INDUCTOR_MODES: tuple[Variant, ...] = (
-    Variant(name="inductor", backend="inductor"),
-    Variant(
+INDUCTOR_MODES: tuple[MeasuredVariant, ...] = (
+    MeasuredVariant(name="inductor", backend="inductor"),
+    MeasuredVariant(
         name="inductor-max-autotune",
         backend="inductor",
         options={
@@ -44,28 +44,30 @@ INDUCTOR_MODES: tuple[Variant, ...] = (
 )
 """Inductor's default, and the options of `mode="max-autotune-no-cudagraphs"` with the GEMM backends of a CPU."""
 
-VARIANTS: tuple[Variant, ...] = (
-    Variant(name="eager", backend=None),
+VARIANTS: tuple[MeasuredVariant, ...] = (
+    MeasuredVariant(name="eager", backend=None),
     *INDUCTOR_MODES,
-    Variant(name="apollo-serial", backend="apollo", options={"plan.planner": "serial"}),
-    Variant(name="apollo", backend="apollo"),
+    MeasuredVariant(name="apollo-serial", backend="apollo", options={"plan.planner": "serial"}),
+    MeasuredVariant(name="apollo", backend="apollo"),
 )
 """Eager, the modes of Inductor, the bodies of apollo on one lane in graph order, and apollo."""
 
-KEPT_MEMORY: tuple[Variant, ...] = (
-    Variant(name="inductor-kept-memory", backend="inductor", keeps_memory=True),
-    Variant(name="eager-kept-memory", backend=None, keeps_memory=True),
+KEPT_MEMORY: tuple[MeasuredVariant, ...] = (
+    MeasuredVariant(name="inductor-kept-memory", backend="inductor", keeps_memory=True),
+    MeasuredVariant(name="eager-kept-memory", backend=None, keeps_memory=True),
 )
 """Inductor and eager with apollo's allocator settings, to see how much of a gain is due to kept memory."""
 
-AGAIN: tuple[Variant, ...] = (Variant(name="inductor-again", backend="inductor"),)
+AGAIN: tuple[MeasuredVariant, ...] = (MeasuredVariant(name="inductor-again", backend="inductor"),)
 """Inductor's default again, to see how much two processes with the same code differ."""
 
-LIBRARIES: tuple[Variant, ...] = (Variant(name="apollo-blas", backend="apollo", options={"runtime.onednn": False}),)
+LIBRARIES: tuple[MeasuredVariant, ...] = (
+    MeasuredVariant(name="apollo-blas", backend="apollo", options={"runtime.onednn": False}),
+)
 """apollo with all matmuls in BLAS, as in eager and Inductor."""
 
-PLANS: tuple[Variant, ...] = tuple(
-    Variant(
+PLANS: tuple[MeasuredVariant, ...] = tuple(
+    MeasuredVariant(
         name=f"plan-{variant}",
         backend="apollo",
         options={"plan.autotune": False, "partition.weight_gradients": variant},
@@ -76,14 +78,14 @@ PLANS: tuple[Variant, ...] = tuple(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class MeasuredTask:
     """The measured task: its builder and its kind of step."""
 
     builder: str
     """`module:function`; it returns an object with `model`, `inputs` (keyword arguments) and `loss` (of the output)."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the builder, representable in JSON."""
-    mode: Mode = "train"
+    mode: StepKind = "train"
     dtype: DType = "float32"
     """Data type; for `bfloat16`, forward and loss run under `torch.autocast`, with float32 parameters and gradients."""
     compared: str = "gradients"

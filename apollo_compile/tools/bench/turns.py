@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from apollo_compile.errors import ApolloError
 from apollo_compile.tools.bench.numbers import Measurement, collect
-from apollo_compile.tools.bench.task import VARIANTS, Task, Variant
+from apollo_compile.tools.bench.task import VARIANTS, MeasuredTask, MeasuredVariant
 
 PAUSE_S = 0.01
 """Pause between turns, longer than OpenMP workers spin after a child's last step."""
@@ -32,7 +32,7 @@ PAUSE_S = 0.01
 _START_TIMEOUT_S = 1800.0
 _TURN_TIMEOUT_S = 600.0
 
-Progress = Callable[[str], None]
+Tell = Callable[[str], None]
 
 
 class Child(Protocol):
@@ -43,14 +43,14 @@ class Child(Protocol):
 
 
 def measure(
-    task: Task,
-    variants: Sequence[Variant] = VARIANTS,
+    task: MeasuredTask,
+    variants: Sequence[MeasuredVariant] = VARIANTS,
     *,
     rounds: int = 10,
     steps_per_turn: int = 3,
     warmup: int = 5,
     cold: bool = True,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> Measurement:
     """Measure `variants` of `task` interleaved, each in its own process.
 
@@ -78,18 +78,18 @@ def measure(
         )
 
 
-def _forgetful(variant: Variant) -> Variant:
+def _forgetful(variant: MeasuredVariant) -> MeasuredVariant:
     return replace(variant, options={"plan.remember": False, **variant.options})
 
 
 def measure_children(
-    task: Task,
+    task: MeasuredTask,
     children: Mapping[str, Child],
     *,
     rounds: int,
     steps_per_turn: int,
     warmup: int,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Measurement:
     """Start the children one after the other, run all turns, and summarize the times."""
@@ -174,7 +174,13 @@ class ChildProcess:
 
 @contextmanager
 def spawn(
-    task: Task, variant: Variant, folder: Path, *, cold: bool, cache: Path | None = None, patience_s: float = 20.0
+    task: MeasuredTask,
+    variant: MeasuredVariant,
+    folder: Path,
+    *,
+    cold: bool,
+    cache: Path | None = None,
+    patience_s: float = 20.0,
 ) -> Iterator[ChildProcess]:
     """Start the process of a variant, and end it after the `with`; after `patience_s` it is killed.
 

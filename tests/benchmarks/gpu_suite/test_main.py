@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from apollo_compile.tools.bench.task import Variant
+from apollo_compile.tools.bench.task import MeasuredVariant
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import variants
 from benchmarks.gpu_suite.checks import CheckResult
@@ -25,9 +25,9 @@ from benchmarks.gpu_suite.variants import VARIANTS
 QUICK = {"plan.autotune": False, "plan.planner": "greedy", "runtime.bodies": "eager"}
 
 
-def quick(name: str, backend: str | None, options: Mapping[str, Any] | None = None) -> Variant:
+def quick(name: str, backend: str | None, options: Mapping[str, Any] | None = None) -> MeasuredVariant:
     """Return the suite's variant of that name with code that is not compiled."""
-    return Variant(name=name, backend=backend, options=options or {}, stepper=VARIANTS[name].stepper)
+    return MeasuredVariant(name=name, backend=backend, options=options or {}, stepper=VARIANTS[name].stepper)
 
 
 STAND_INS = {

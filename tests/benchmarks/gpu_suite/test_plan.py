@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from apollo_compile.tools.bench.task import Variant
+from apollo_compile.tools.bench.task import MeasuredVariant
 from benchmarks.gpu_checks import QUICK_CHECKS, TIMED_CHECKS, UNTIMED_CHECKS
 from benchmarks.gpu_suite import __main__ as command
 from benchmarks.gpu_suite.device import DeviceProcess
@@ -18,7 +18,7 @@ from benchmarks.gpu_suite.variants import SLOW, START_LIMITS_S, VARIANTS
 from tests.benchmarks.gpu_suite import steppers
 
 FINE = {
-    name: Variant(name=name, backend=None, stepper=f"{steppers.__name__}:Fine")
+    name: MeasuredVariant(name=name, backend=None, stepper=f"{steppers.__name__}:Fine")
     for name in ("inductor", "max-autotune", "apollo")
 }
 

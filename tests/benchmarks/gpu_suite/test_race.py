@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from apollo_compile.tools.bench.task import Task, Variant
+from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant
 from benchmarks.gpu_suite.race import Result, race, started
 from tests.benchmarks.gpu_suite import steppers
 
 ROUNDS = 3
 
 
-def variant(name: str) -> Variant:
+def variant(name: str) -> MeasuredVariant:
     """Return a variant whose stepper has that name."""
-    return Variant(name=name.lower(), backend="apollo", stepper=f"{steppers.__name__}:{name}")
+    return MeasuredVariant(name=name.lower(), backend="apollo", stepper=f"{steppers.__name__}:{name}")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """Let all of them take part."""
     names = ("Fine", "Dies", "Fails", "Breaks", "Hangs")
     folder = tmp_path_factory.mktemp("race")
-    with started(Task(builder=""), [variant(name) for name in names], folder, time.monotonic) as heat:
+    with started(MeasuredTask(builder=""), [variant(name) for name in names], folder, time.monotonic) as heat:
         end = time.monotonic() + 300
         return race(heat, until=end, start_limits_s={"hangs": 0.1}, loop_steps=4, most_rounds=ROUNDS)
 
@@ -78,7 +78,7 @@ def test_something_else_may_be_done_until_the_last_first_step(tmp_path: Path) ->
             waited.append(all(heat.children[name].has_answered() for name in ("breaks", "fine")))
 
     variants = [variant(name) for name in ("Fine", "Breaks", "Hangs")]
-    with started(Task(builder=""), variants, tmp_path, time.monotonic) as heat:
+    with started(MeasuredTask(builder=""), variants, tmp_path, time.monotonic) as heat:
         limits = {"hangs": time.monotonic() - heat.begin + 0.5}
         found = race(heat, until=begin + 300, start_limits_s=limits, meanwhile=meanwhile, most_rounds=1)
     assert waited and time.monotonic() < begin + 200
@@ -98,7 +98,7 @@ def test_apollo_may_compile_for_its_comparison_as_long_as_for_its_first_step(tmp
             pass
         passed_s = 740.0  # of 1,000; warm-ups have 720, and 800 at most
 
-    with started(Task(builder=""), [variant("Patient"), variant("Fine")], tmp_path, clock) as heat:
+    with started(MeasuredTask(builder=""), [variant("Patient"), variant("Fine")], tmp_path, clock) as heat:
         heat.deciding.remove("fine")
         found = race(heat, until=heat.begin + 1000, start_limits_s={}, meanwhile=meanwhile, most_rounds=1)
     assert found["patient"].warm_up == {"steps": 8, "limit_s": 30.0}

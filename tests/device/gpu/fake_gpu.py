@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.run.gpu import Body, Recording, Sharing
+from apollo_compile.device.gpu.run.gpu import BodyFunction, Recording, Sharing
 from apollo_compile.device.gpu.run.memory import LiveCaptures
 from apollo_compile.ir import Lane
 from tests.device.gpu.arena import Arena, Block, Pool, aliases, at_address, poison
@@ -60,7 +60,7 @@ _Range = tuple[int, int]
 class _Operation:
     """A captured launch; its tensors do not own what they refer to."""
 
-    body: Body
+    body: BodyFunction
     stream: str
     inputs: list[torch.Tensor]
     workspace: _Range
@@ -197,7 +197,7 @@ class FakeGpu:
         self.log.append(("wait", stream))
         self._clocks[stream] |= event.clock
 
-    def call(self, body: Body, inputs: list[torch.Tensor], stream: str) -> Sequence[torch.Tensor]:
+    def call(self, body: BodyFunction, inputs: list[torch.Tensor], stream: str) -> Sequence[torch.Tensor]:
         """Run the body; in a capture, keep what it reads and writes, and undo it."""
         self._enter(stream)
         self.log.append(("launch", stream))
@@ -342,7 +342,7 @@ class FakeGpu:
             self._freed[memory.stream].append(memory)
 
     def _call_in_capture(
-        self, capture: FakeRecording, body: Body, inputs: list[torch.Tensor], stream: str
+        self, capture: FakeRecording, body: BodyFunction, inputs: list[torch.Tensor], stream: str
     ) -> Sequence[torch.Tensor]:
         read = [at_address(tensor) for tensor in inputs]
         hidden = self.others[Sharing.APART].hidden()

@@ -11,7 +11,7 @@ import pytest
 from apollo_compile import DeploymentPlan
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, DeploymentError, PlanFileError
-from apollo_compile.passes.deploy import Call, Cluster, Group, ModuleState, StepWork, deploy_on
+from apollo_compile.passes.deploy import DeviceGroup, EqualDevices, ModuleCall, ModuleState, StepWork, deploy_on
 
 MS = 1_000_000
 
@@ -19,9 +19,9 @@ MS = 1_000_000
 GROUPS = tuple((size, units) for size in (1, 2, 4) for units in (2, 4))
 
 
-def call(name: str, work: int, *, inputs: tuple[str, ...] = ()) -> Call:
+def call(name: str, work: int, *, inputs: tuple[str, ...] = ()) -> ModuleCall:
     """Return a call that divides its work over devices, and takes as long with half of the units."""
-    return Call(
+    return ModuleCall(
         name=name,
         module=name,
         inputs=inputs,
@@ -45,8 +45,8 @@ def plan() -> DeploymentPlan:
         calls=(*(call(name, 8 * MS) for name in names), call("a <reader>", MS, inputs=names)),
     )
     places = {"vision": (0, 2, 4), "text": (2, 2, 2), "audio": (2, 2, 2), "a <reader>": (0, 4, 4)}
-    groups = [Group(module=name, first=at[0], devices=at[1], units=at[2]) for name, at in places.items()]
-    cluster = Cluster(devices=4, units=4, memory_bytes=1 << 30, link=Link(1e-6, 1e9))
+    groups = [DeviceGroup(module=name, first=at[0], devices=at[1], units=at[2]) for name, at in places.items()]
+    cluster = EqualDevices(devices=4, units=4, memory_bytes=1 << 30, link=Link(1e-6, 1e9))
     return DeploymentPlan(deploy_on(work, cluster, groups, bound_ns=10 * MS))
 
 

@@ -6,18 +6,18 @@ import random
 from typing import NamedTuple
 
 from apollo_compile.distributed.pipeline.schedules import gpipe, interleaved, one_forward_one_backward
-from apollo_compile.distributed.pipeline.values import Encoder, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Encoder, PipelineSchedule, StageTimes
 
 
 class Problem(NamedTuple):
     """What `fill` takes."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     times: StageTimes
     encoders: tuple[Encoder, ...]
 
 
-def random_schedule(rng: random.Random) -> Schedule:
+def random_schedule(rng: random.Random) -> PipelineSchedule:
     """Return a schedule of one to four ranks."""
     ranks, rounds = rng.randint(1, 4), rng.randint(1, 3)
     match rng.choice(("gpipe", "1f1b", "interleaved")):
@@ -29,7 +29,7 @@ def random_schedule(rng: random.Random) -> Schedule:
             return interleaved(ranks, rng.randint(1, 3), ranks * rounds)
 
 
-def random_times(rng: random.Random, schedule: Schedule) -> StageTimes:
+def random_times(rng: random.Random, schedule: PipelineSchedule) -> StageTimes:
     """Return durations of tens of nanoseconds, of unequal stages or equal ones."""
     forward = [rng.choice((20, 30, rng.randint(15, 40)))] * schedule.num_stages
     if rng.random() < 0.5:
@@ -43,7 +43,7 @@ def random_times(rng: random.Random, schedule: Schedule) -> StageTimes:
     )
 
 
-def random_encoder(rng: random.Random, schedule: Schedule, *, columns: int = 1) -> Encoder:
+def random_encoder(rng: random.Random, schedule: PipelineSchedule, *, columns: int = 1) -> Encoder:
     """Return an encoder of one or more stages whose replicas fill all devices, or one whole one on any rank."""
     ranks = schedule.num_ranks
     depth = rng.choice([depth for depth in range(1, ranks + 1) if ranks % depth == 0])

@@ -18,7 +18,7 @@ from apollo_compile.distributed.pipeline.values import (
     Filling,
     Kind,
     Op,
-    Schedule,
+    PipelineSchedule,
     StageTimes,
     one_replica_per_rank,
 )
@@ -91,7 +91,7 @@ def merges(first: tuple[Op, ...], second: tuple[Op, ...]) -> Iterator[tuple[Op, 
         yield (second[0], *rest)
 
 
-def best_ns(schedule: Schedule, times: StageTimes, encoder: Encoder) -> int:
+def best_ns(schedule: PipelineSchedule, times: StageTimes, encoder: Encoder) -> int:
     """Return the shortest step of all assignments and all orders."""
     found = []
     for assignment in itertools.product(range(len(encoder.replicas)), repeat=schedule.num_microbatches):

@@ -6,20 +6,20 @@ import pytest
 
 from apollo_compile.distributed.pipeline.schedules import gpipe, interleaved, one_forward_one_backward
 from apollo_compile.distributed.pipeline.simulate import end_of, simulate
-from apollo_compile.distributed.pipeline.values import Kind, Op, Schedule, StageTimes
+from apollo_compile.distributed.pipeline.values import Kind, Op, PipelineSchedule, StageTimes
 from apollo_compile.errors import PipelinePlanError
 
 F, B = 7, 13
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 5) for microbatches in (1, 2, 4, 10)]
 
 
-def step_of(schedule: Schedule) -> int:
+def step_of(schedule: PipelineSchedule) -> int:
     """Return the length of a step with equal stages."""
     times = StageTimes(forward_ns=(F,) * schedule.num_stages, backward_ns=(B,) * schedule.num_stages)
     return end_of(simulate(schedule, times), times)
 
 
-def assert_complete(schedule: Schedule) -> None:
+def assert_complete(schedule: PipelineSchedule) -> None:
     """Every operation is there once, on the rank of its stage."""
     for rank, order in enumerate(schedule.orders):
         expected = {

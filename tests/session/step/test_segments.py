@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apollo_compile.session.step.segments import (
-    Group,
+    GradientGroup,
     OneSegment,
     add_gradients,
     communicate,
@@ -19,7 +19,10 @@ from apollo_compile.session.step.segments import (
 from apollo_compile.torch_bridge.optimizers import StepInParts
 
 SHAPES = ((3, 4), (5,), (), (2, 2))
-GROUPS = (Group(name="a", module="image", sizes={2: 4, 0: 48}), Group(name="b", module="text", sizes={1: 20, 3: 16}))
+GROUPS = (
+    GradientGroup(name="a", module="image", sizes={2: 4, 0: 48}),
+    GradientGroup(name="b", module="text", sizes={1: 20, 3: 16}),
+)
 """Of four parameters, in two groups, out of order."""
 
 
@@ -41,7 +44,7 @@ def run(segment: OneSegment, *taken: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_sums_are_those_of_autograd(group: Group) -> None:
+def test_sums_are_those_of_autograd(group: GradientGroup) -> None:
     """Earlier gradients first."""
     earlier, later = gradients_of(0), gradients_of(1)
     made = run(add_gradients(group), *(earlier[place] for place in group.sizes), *(later[p] for p in group.sizes))
@@ -86,7 +89,7 @@ def test_clipping_and_updating_in_groups_is_clipping_and_updating_at_once(limit:
 
 def test_a_scalar_of_lower_precision_keeps_its_dtype() -> None:
     """`_foreach_mul` alone would return the dtype of the factor."""
-    group = Group(name="a", module="", sizes={0: 2})
+    group = GradientGroup(name="a", module="", sizes={0: 2})
     parameters = {0: torch.nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))}
     segment = update_parameters(group, parameters, None, is_clipped=True)
     (made,) = run(segment, torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(0.25))
@@ -98,7 +101,7 @@ def test_a_rehearsal_does_not_step() -> None:
     """A capture runs with copies of the parameters first; the optimizer's own are as they were."""
     parameter = torch.nn.Parameter(torch.ones(5))
     optimizer = StepInParts(torch.optim.SGD([parameter], lr=1.0))
-    group = Group(name="a", module="", sizes={0: 20})
+    group = GradientGroup(name="a", module="", sizes={0: 20})
     segment = update_parameters(group, {0: parameter}, optimizer, is_clipped=False)
     run(segment, parameter.detach().clone(), torch.ones(5))
     assert torch.equal(parameter, torch.ones(5))

@@ -28,10 +28,10 @@ import torch
 from apollo_compile.config import cuda_connections
 from apollo_compile.device.gpu.run.gpu import Stream, TorchGpu, atoms_of
 from apollo_compile.device.gpu.run.launch import Launcher
-from apollo_compile.device.trials import Step, write_program
+from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
-from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.findings import CheckResult, Level
 from apollo_compile.target.lanes import atom_borders
 from apollo_compile.units import format_ns
 
@@ -54,15 +54,15 @@ class Census:
     end_ns: Mapping[LaneId, int]
 
 
-def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
+def examine_cuda(ordinal: int = 0) -> tuple[CheckResult, ...]:
     """Return findings about the GPU of that number, without running anything; one note if there is no GPU."""
     if not torch.cuda.is_available():
         text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
-        return (Finding(subject="GPU", level=Level.NOTE, message=text),)
+        return (CheckResult(subject="GPU", level=Level.NOTE, message=text),)
     try:
         gpu = TorchGpu(ordinal)
     except CudaError as error:
-        return (Finding(subject="driver", level=Level.ERROR, message=str(error)),)
+        return (CheckResult(subject="driver", level=Level.ERROR, message=str(error)),)
     native = gpu.native
     missing = [name for name, is_there in native.functions.items() if not is_there]
     text = f"{native.name}, CUDA {native.driver_version / 1000:.1f}, torch {torch.__version__}"
@@ -74,16 +74,16 @@ def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
     left = native.num_sms - sum(native.atom_sizes)
     split += f"; {left} belong to no atom" if left else ""
     return (
-        Finding(subject="driver", level=Level.OK, message=text),
-        Finding(subject="split", level=Level.OK, message=split),
+        CheckResult(subject="driver", level=Level.OK, message=text),
+        CheckResult(subject="split", level=Level.OK, message=split),
         judge_connections(cuda_connections()),
     )
 
 
-def examine_lanes(gpu: TorchGpu) -> tuple[Finding, ...]:
+def examine_lanes(gpu: TorchGpu) -> tuple[CheckResult, ...]:
     """Return the findings from censuses of three splits and of overlapping lanes."""
     extra = EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for shares in ((1, 1), (3, 1), (3, 5, 8)):
         if len(shares) > len(gpu.native.atom_sizes):
             continue  # a small device has no lanes for this split
@@ -117,15 +117,15 @@ def lane_of_atoms(number: int, sizes: Sequence[int], first: int, last: int) -> L
     return Lane(id=LaneId(number), units=tuple(range(borders[first], borders[last])))
 
 
-def attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
+def attempt(name: str, look: Callable[[], Sequence[CheckResult]]) -> Sequence[CheckResult]:
     """Return the findings of `look`; an exception becomes a finding, so that other checks still run."""
     try:
         return look()
     except Exception as error:
-        return (Finding(subject=name, level=Level.ERROR, message=f"{type(error).__name__}: {error}"),)
+        return (CheckResult(subject=name, level=Level.ERROR, message=f"{type(error).__name__}: {error}"),)
 
 
-def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) -> list[Finding]:
+def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) -> list[CheckResult]:
     probe = CensusProbe(gpu, lanes)
     return [
         judge_censuses(f"lanes {name}, {how}", probe.granted, take(NUM_LAUNCHES), extra=extra)
@@ -133,7 +133,7 @@ def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) 
     ]
 
 
-def _examine_overlap(gpu: TorchGpu, extra: int) -> list[Finding]:
+def _examine_overlap(gpu: TorchGpu, extra: int) -> list[CheckResult]:
     """Take the censuses of two lanes that share the middle half of the device, one after the other."""
     sizes = gpu.native.atom_sizes
     quarter, end = len(sizes) // 4, len(sizes)
@@ -163,7 +163,7 @@ class CensusProbe:
             return [inputs.pop()]
 
         count = len(lanes)
-        steps = [Step(body=0, reads=(index,), lane=index + 1) for index in range(count)]
+        steps = [TrialStep(body=0, reads=(index,), lane=index + 1) for index in range(count)]
         whole = Lane(id=LaneId(0), units=tuple(range(gpu.native.num_sms)))
         _, program = write_program("census", steps, (whole, *lanes), num_inputs=count, outputs=range(count, 2 * count))
         self._launcher = Launcher(program, [body], gpu)
@@ -203,17 +203,19 @@ class CensusProbe:
 # ------------------------------------------------------------------------------------------------------- judgements
 
 
-def judge_connections(connections: str | None) -> Finding:
+def judge_connections(connections: str | None) -> CheckResult:
     """Judge CUDA_DEVICE_MAX_CONNECTIONS: the number of hardware queues that streams are spread over."""
     name = "connections"
     if connections == "1":
         text = "CUDA_DEVICE_MAX_CONNECTIONS is 1, so lanes wait for each other; unset it, or set it to 32"
-        return Finding(subject=name, level=Level.WARNING, message=text)
+        return CheckResult(subject=name, level=Level.WARNING, message=text)
     shown = "not set" if connections is None else connections
-    return Finding(subject=name, level=Level.OK, message=f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}")
+    return CheckResult(subject=name, level=Level.OK, message=f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}")
 
 
-def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[Census], *, extra: int = 0) -> Finding:
+def judge_censuses(
+    name: str, granted: Mapping[LaneId, int], censuses: Sequence[Census], *, extra: int = 0
+) -> CheckResult:
     """Judge where the kernels of disjoint lanes ran.
 
     Arguments:
@@ -227,39 +229,39 @@ def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[
             seen = len(census.sms[lane])
             if not count <= seen <= count + extra:
                 text = f"launch {number}: lane {lane} ran on {seen} SMs, granted were {count}; lanes are not kept apart"
-                return Finding(subject=name, level=Level.ERROR, message=text)
+                return CheckResult(subject=name, level=Level.ERROR, message=text)
             if census.sms[lane] != censuses[0].sms[lane]:
                 text = f"launch {number}: lane {lane} ran on other SMs than before; lanes are not kept apart"
-                return Finding(subject=name, level=Level.ERROR, message=text)
+                return CheckResult(subject=name, level=Level.ERROR, message=text)
         for one, other in itertools.combinations(granted, 2):
             shared = census.sms[one] & census.sms[other]
             if len(shared) > extra:
                 text = f"launch {number}: lanes {one} and {other} share SMs {sorted(shared)}; they should share none"
-                return Finding(subject=name, level=Level.ERROR, message=text)
+                return CheckResult(subject=name, level=Level.ERROR, message=text)
     sizes = {lane: len(censuses[0].sms[lane]) for lane in granted}
     if sizes != dict(granted):
         text = f"lanes ran on {_list(sizes.values())} SMs, granted were {_list(granted.values())}: dynamic parallelism"
-        return Finding(subject=name, level=Level.WARNING, message=f"{text} adds up to {extra} to every lane")
+        return CheckResult(subject=name, level=Level.WARNING, message=f"{text} adds up to {extra} to every lane")
     apart = [census for census in censuses if max(census.begin_ns.values()) >= min(census.end_ns.values())]
     shown = f"{_list(sizes.values())} SMs, disjoint and the same in {len(censuses)} launches"
     if len(apart) > len(censuses) // 2:
         text = f"{shown}; but lanes ran one after the other in {len(apart)} of them: quotas hold, nothing overlaps"
-        return Finding(subject=name, level=Level.WARNING, message=text)
+        return CheckResult(subject=name, level=Level.WARNING, message=text)
     late = max(max(census.begin_ns.values()) - min(census.begin_ns.values()) for census in censuses)
-    return Finding(
+    return CheckResult(
         subject=name, level=Level.OK, message=f"{shown}; the last lane started at most {format_ns(late)} late"
     )
 
 
-def judge_overlap(one: Collection[int], other: Collection[int], *, planned: int, extra: int = 0) -> Finding:
+def judge_overlap(one: Collection[int], other: Collection[int], *, planned: int, extra: int = 0) -> CheckResult:
     """Judge two lanes that were planned to share SMs."""
     shared = len(set(one) & set(other))
     if planned <= shared <= planned + 2 * extra:
-        return Finding(
+        return CheckResult(
             subject="overlap", level=Level.OK, message=f"lanes of different splits share {shared} SMs, as planned"
         )
     text = f"lanes of different splits share {shared} SMs instead of {planned}; the driver does not use these atoms"
-    return Finding(subject="overlap", level=Level.ERROR, message=text)
+    return CheckResult(subject="overlap", level=Level.ERROR, message=text)
 
 
 def _list(numbers: Collection[int]) -> str:

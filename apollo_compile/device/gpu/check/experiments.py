@@ -23,13 +23,13 @@ import torch
 
 from apollo_compile.device.gpu.check.examine import split_lanes
 from apollo_compile.device.gpu.run.execute import CudaExecutable
-from apollo_compile.device.gpu.run.gpu import Body, Gpu, Recording
+from apollo_compile.device.gpu.run.gpu import BodyFunction, Gpu, Recording
 from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.run.torch_capture import TorchRecording, bytes_at
-from apollo_compile.device.trials import Step, write_program
+from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.ir import Lane, LaneId, Program, Role, SegmentGraph
-from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.findings import CheckResult, Level
 from apollo_compile.target.target import CompiledBody, Contract
 
 NUM_LEVELS = 12
@@ -63,7 +63,7 @@ def poison(recording: Recording) -> None:
 # ------------------------------------------------------------------------------------------------------- hand-overs
 
 
-def try_hand_overs(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 1024) -> Finding:
+def try_hand_overs(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 1024) -> CheckResult:
     """Return whether a lane reads the results of the other one, in eager launches and in replays.
 
     Arguments:
@@ -97,25 +97,25 @@ def try_hand_overs(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, widt
         if text := _differs(gpu, outputs, expected):
             return _error(subject, f"replay {run}: {text}")
     text = f"{2 * NUM_LEVELS} of them are in order in {NUM_RUNS} launches and {NUM_RUNS} replays"
-    return Finding(subject=subject, level=Level.OK, message=text)
+    return CheckResult(subject=subject, level=Level.OK, message=text)
 
 
-def _ladder() -> tuple[Step, ...]:
+def _ladder() -> tuple[TrialStep, ...]:
     """Return steps on lanes 1 and 2 that each read the last results of both, slow ones on one lane beside quick ones.
 
     Every fourth rung also goes over lane 0, the caller's stream.
     """
-    steps: list[Step] = []
+    steps: list[TrialStep] = []
     left, right, free = 0, 1, 2
     for level in range(NUM_LEVELS):
         is_left_slow = level % 2
-        steps += [Step(body=is_left_slow, reads=(left, right), lane=1)]
-        steps += [Step(body=1 - is_left_slow, reads=(right, left), lane=2)]
+        steps += [TrialStep(body=is_left_slow, reads=(left, right), lane=1)]
+        steps += [TrialStep(body=1 - is_left_slow, reads=(right, left), lane=2)]
         left, right, free = free, free + 1, free + 2
         if level % 4 == 3:
-            steps += [Step(body=0, reads=(left, right), lane=0), Step(body=0, reads=(free, left), lane=1)]
+            steps += [TrialStep(body=0, reads=(left, right), lane=0), TrialStep(body=0, reads=(free, left), lane=1)]
             left, right, free = free + 1, free, free + 2
-    steps += [Step(body=0, reads=(left, right), lane=1), Step(body=0, reads=(right, left), lane=2)]
+    steps += [TrialStep(body=0, reads=(left, right), lane=1), TrialStep(body=0, reads=(right, left), lane=2)]
     return tuple(steps)
 
 
@@ -128,7 +128,9 @@ def _mix(shuffle: torch.Tensor, matmuls: int, inputs: list[torch.Tensor]) -> lis
     return [total]
 
 
-def interpret(graph: SegmentGraph, bodies: Sequence[Body], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def interpret(
+    graph: SegmentGraph, bodies: Sequence[BodyFunction], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Return the outputs of a graph, its segments one after the other on the caller's stream."""
     values = dict(zip(graph.inputs, inputs, strict=True))
     for segment in graph.segments:
@@ -145,7 +147,7 @@ class _Pair:
     """Forward and backward, loaded as those of a model are, and the same in eager."""
 
     graphs: tuple[SegmentGraph, SegmentGraph]
-    bodies: tuple[Sequence[Body], Sequence[Body]]
+    bodies: tuple[Sequence[BodyFunction], Sequence[BodyFunction]]
     executables: tuple[CudaExecutable, CudaExecutable]
 
     @property
@@ -163,7 +165,7 @@ class _Pair:
 def _load_pair(
     gpu: Gpu,
     programs: Sequence[tuple[SegmentGraph, Program]],
-    bodies: tuple[Sequence[Body], Sequence[Body]],
+    bodies: tuple[Sequence[BodyFunction], Sequence[BodyFunction]],
     contracts: Sequence[Contract],
 ) -> _Pair:
     shared = ModelMemory()
@@ -182,17 +184,17 @@ def _load_pair(
     return _Pair((programs[0][0], programs[1][0]), bodies, (forward, backward))
 
 
-def try_training_step(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 512) -> Finding:
+def try_training_step(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 512) -> CheckResult:
     """Return whether a forward on two lanes and its backward give the results of eager; arguments as above."""
     subject = "training step"
     lanes = three_lanes(sizes)
     # Inputs are two parameters and two inputs, then the saved tensors of the forward and the gradient of its output.
     forward = (
-        Step(body=0, reads=(0, 2), lane=1),
-        Step(body=0, reads=(1, 3), lane=2),
-        Step(body=1, reads=(4, 5), lane=1),
+        TrialStep(body=0, reads=(0, 2), lane=1),
+        TrialStep(body=0, reads=(1, 3), lane=2),
+        TrialStep(body=1, reads=(4, 5), lane=1),
     )
-    backward = (Step(body=0, reads=(0, 2, 4), lane=2), Step(body=0, reads=(1, 3, 4), lane=1))
+    backward = (TrialStep(body=0, reads=(0, 2, 4), lane=2), TrialStep(body=0, reads=(1, 3, 4), lane=1))
     pair = _load_pair(
         gpu,
         (
@@ -246,12 +248,12 @@ def _layer_backward(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 # ------------------------------------------------------------------------------------------------------------ dropout
 
 
-def try_dropout(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 4096) -> Finding:
+def try_dropout(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 4096) -> CheckResult:
     """Return whether masks drawn on two lanes are right; arguments as above."""
     subject = "dropout"
     lanes = three_lanes(sizes)
-    forward = (Step(body=0, reads=(0,), lane=1, makes=2), Step(body=0, reads=(1,), lane=2, makes=2))
-    backward = (Step(body=0, reads=(0, 2), lane=2), Step(body=0, reads=(1, 3), lane=1))
+    forward = (TrialStep(body=0, reads=(0,), lane=1, makes=2), TrialStep(body=0, reads=(1,), lane=2, makes=2))
+    backward = (TrialStep(body=0, reads=(0, 2), lane=2), TrialStep(body=0, reads=(1, 3), lane=1))
     pair = _load_pair(
         gpu,
         (
@@ -340,17 +342,17 @@ def _differs(gpu: Gpu, made: Sequence[torch.Tensor | None], expected: Sequence[t
     return ""
 
 
-def _judge_replays(subject: str, pair: _Pair, text: str) -> Finding:
+def _judge_replays(subject: str, pair: _Pair, text: str) -> CheckResult:
     if pair.num_replays == 0:
         return _error(subject, f"{text}, but none was replayed")
-    return Finding(subject=subject, level=Level.OK, message=f"{text}, {pair.num_replays} of them replayed")
+    return CheckResult(subject=subject, level=Level.OK, message=f"{text}, {pair.num_replays} of them replayed")
 
 
-def _error(subject: str, text: str) -> Finding:
-    return Finding(subject=subject, level=Level.ERROR, message=text)
+def _error(subject: str, text: str) -> CheckResult:
+    return CheckResult(subject=subject, level=Level.ERROR, message=text)
 
 
-Trial = Callable[[Gpu, Sequence[int], torch.device], Finding]
+Trial = Callable[[Gpu, Sequence[int], torch.device], CheckResult]
 
 TRIALS: Mapping[str, Trial] = {
     "hand-overs": try_hand_overs,

@@ -37,7 +37,7 @@ from apollo_compile.device.gpu.check.experiments import TRIALS, Trial
 from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
 from apollo_compile.device.gpu.run.gpu import TorchGpu, require_cuda
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
-from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.findings import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint
 
 _logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def check_apart(
             )
         return found
     except _ProcessError as error:
-        problem = Finding(subject="self-check", level=Level.ERROR, message=str(error))
+        problem = CheckResult(subject="self-check", level=Level.ERROR, message=str(error))
         return SelfCheck(made_at=time.time(), fingerprint=fingerprint, findings=(problem,))
 
 
@@ -235,7 +235,7 @@ def answer_into(path: str, ordinal: int) -> None:
     FORMAT.write(Path(path), verdict)
 
 
-def run_checks(gpu: TorchGpu, trials: Mapping[str, Trial] = TRIALS) -> tuple[Finding, ...]:
+def run_checks(gpu: TorchGpu, trials: Mapping[str, Trial] = TRIALS) -> tuple[CheckResult, ...]:
     """Return the findings of the censuses and of the experiments; one that raises is an error, and others still run."""
     findings = list(examine_lanes(gpu))
     for subject, trial in trials.items():
@@ -243,13 +243,13 @@ def run_checks(gpu: TorchGpu, trials: Mapping[str, Trial] = TRIALS) -> tuple[Fin
     return tuple(findings)
 
 
-def describe(verdict: SelfCheck, *, is_new: bool) -> tuple[Finding, ...]:
+def describe(verdict: SelfCheck, *, is_new: bool) -> tuple[CheckResult, ...]:
     """Return the findings of a verdict; the first has its age, and advice."""
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(verdict.made_at))
     when = "just now" if is_new else f"on {made}, with the same GPU, driver and torch"
     if verdict.complaint is None:
-        head = Finding(subject="self-check", level=Level.OK, message=f"lanes work: tried {when}", advice="")
+        head = CheckResult(subject="self-check", level=Level.OK, message=f"lanes work: tried {when}", advice="")
         return (head, *verdict.findings)
     text = f"lanes stay off: tried {when}, and failed"
-    head = Finding(subject="self-check", level=Level.ERROR, message=text, advice=AGAIN)
+    head = CheckResult(subject="self-check", level=Level.ERROR, message=text, advice=AGAIN)
     return (head, *(replace(each, advice="") for each in verdict.findings))

@@ -29,7 +29,7 @@ from apollo_compile.units import NS_PER_MS
 
 Stream = Any
 Event = Any
-Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+BodyFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Sharing(enum.Enum):
@@ -96,7 +96,7 @@ class Gpu(Protocol):
     def wait(self, event: Event, stream: Stream) -> None:
         """Make later launches on `stream` wait for `event`."""
 
-    def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+    def call(self, body: BodyFunction, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
         """Launch a body on `stream`, with libraries limited to the units of its lane; it empties `inputs`."""
 
     def capture(
@@ -275,7 +275,7 @@ class TorchGpu:
         """Make the stream wait."""
         stream.wait_event(event)
 
-    def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+    def call(self, body: BodyFunction, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
         """Call the body with `stream` as torch's current one; the primary context stays current."""
         with torch.cuda.stream(stream), units_left_out(self._left_out.get(stream.cuda_stream, 0)):
             return body(inputs)

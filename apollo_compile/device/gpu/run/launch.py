@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import torch
 
-from apollo_compile.device.gpu.run.gpu import Body, Event, Gpu, Stream
+from apollo_compile.device.gpu.run.gpu import BodyFunction, Event, Gpu, Stream
 from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
 from apollo_compile.torch_bridge.profiler import is_profiling, named
 
@@ -149,7 +149,7 @@ class Launcher:
     def __init__(
         self,
         program: Program,
-        bodies: Sequence[Body],
+        bodies: Sequence[BodyFunction],
         gpu: Gpu,
         names: Sequence[str] = (),
     ) -> None:
@@ -242,7 +242,7 @@ def launch_with_room(
 
 
 def _launch_body(
-    launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream, before: Before
+    launch: Launch, body: BodyFunction, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream, before: Before
 ) -> Sequence[torch.Tensor]:
     """Launch a body on `stream` and return its outputs; they are added to `values`, from which it takes its inputs."""
     arguments = [values[buffer] for buffer in launch.inputs]

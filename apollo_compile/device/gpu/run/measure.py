@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from apollo_compile.device.gpu.run.gpu import Body, Event, Gpu, Stream
+from apollo_compile.device.gpu.run.gpu import BodyFunction, Event, Gpu, Stream
 from apollo_compile.device.gpu.run.launch import Launcher, forked
 from apollo_compile.device.trials import program_in_order
 from apollo_compile.ir import BodyId, Lane, Launch, Observation, Observations, SegmentGraph
@@ -26,7 +26,7 @@ TIMED_REPLAYS = 5
 
 def measure_bodies(
     graph: SegmentGraph,
-    bodies: Sequence[Body],
+    bodies: Sequence[BodyFunction],
     lanes: Sequence[Lane],
     gpu: Gpu,
     inputs: Sequence[torch.Tensor],

@@ -13,9 +13,9 @@ import torch
 
 from apollo_compile.device.gpu.check.experiments import TRIALS, try_dropout, try_hand_overs, try_training_step
 from apollo_compile.device.gpu.check.self_check import run_checks
-from apollo_compile.device.gpu.run.gpu import Body, Stream
+from apollo_compile.device.gpu.run.gpu import BodyFunction, Stream
 from apollo_compile.ir import Lane
-from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.findings import CheckResult, Level
 from tests.device.gpu.check.test_examine import CensusGpu
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
 
@@ -72,7 +72,7 @@ def test_a_launch_that_reads_what_is_not_written_is_found() -> None:
     """Before anything is captured: one body of many got zeros."""
 
     class Early(FakeGpu):
-        def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+        def call(self, body: BodyFunction, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
             """Take an input away from the fifth body of lane 2."""
             if stream == "lane 2" and self.log.count(("launch", stream)) == 4:
                 inputs[0] = torch.zeros_like(inputs[0])
@@ -144,7 +144,7 @@ def test_lanes_that_draw_the_same_numbers_are_found() -> None:
     """Each lane by itself would be right."""
 
     class Same(FakeGpu):
-        def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+        def call(self, body: BodyFunction, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
             """Begin where the other lane began."""
 
             def run(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -175,7 +175,7 @@ class SmGpu(CensusGpu):
             self._sms[stream] = lane.units
         return stream
 
-    def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+    def call(self, body: BodyFunction, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
         """Note where it runs."""
         self.sms_at[inputs[0].data_ptr()] = self._sms.get(stream, tuple(range(132)))
         return super().call(body, inputs, stream)
@@ -194,7 +194,7 @@ def put_kernel(monkeypatch: pytest.MonkeyPatch, gpu: SmGpu, *, shift: int = 0) -
     monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", kernel)
 
 
-def levels(findings: Sequence[Finding]) -> Mapping[str, Level]:
+def levels(findings: Sequence[CheckResult]) -> Mapping[str, Level]:
     """Return levels by subject."""
     return {finding.subject: finding.level for finding in findings}
 
@@ -222,7 +222,7 @@ def test_an_experiment_that_raises_is_an_error_and_the_others_run(monkeypatch: p
     gpu = SmGpu()
     put_kernel(monkeypatch, gpu)
 
-    def refuse(*arguments: Any) -> Finding:
+    def refuse(*arguments: Any) -> CheckResult:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     findings = run_checks(gpu, {**SMALL, "dropout": refuse})  # type: ignore[arg-type]

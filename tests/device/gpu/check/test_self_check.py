@@ -20,7 +20,7 @@ from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.store.profiles import default_profile, load_profile
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
-from apollo_compile.target.findings import Finding, Level
+from apollo_compile.target.findings import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint
 from tests.device.gpu.fake_gpu import FakeGpu
 
@@ -28,12 +28,12 @@ GPU = SimpleNamespace(
     device=torch.device("cuda", 1), native=SimpleNamespace(name="Fake GPU", driver_version=13000, num_sms=132)
 )
 MINE: Fingerprint = gpu_fingerprint("Fake GPU", cuda=13000, units=132)
-FINE = Finding(level=Level.OK, subject="hand-overs", message="are in order")
-WARNED = Finding(level=Level.WARNING, subject="lanes 64 + 68, eager", message="one after the other")
-BAD = Finding(level=Level.ERROR, subject="dropout", message="equal masks", advice="x")
+FINE = CheckResult(level=Level.OK, subject="hand-overs", message="are in order")
+WARNED = CheckResult(level=Level.WARNING, subject="lanes 64 + 68, eager", message="one after the other")
+BAD = CheckResult(level=Level.ERROR, subject="dropout", message="equal masks", advice="x")
 
 
-def verdict(*findings: Finding) -> SelfCheck:
+def verdict(*findings: CheckResult) -> SelfCheck:
     """Return what was found just now."""
     return SelfCheck(made_at=time.time(), fingerprint=MINE, findings=findings)
 
@@ -50,7 +50,7 @@ def answering(text: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("findings", [(FINE,), (FINE, BAD)])
-def test_the_answer_of_the_process_is_the_verdict(findings: tuple[Finding, ...]) -> None:
+def test_the_answer_of_the_process_is_the_verdict(findings: tuple[CheckResult, ...]) -> None:
     """Well or not."""
     made = verdict(*findings)
     assert check_apart(MINE, 0, command=answering(FORMAT.format(made))) == made
@@ -197,7 +197,7 @@ def test_targets_hand_on_the_reason() -> None:
     ],
 )
 def test_doctor_shows_the_verdict_and_its_age(
-    findings: tuple[Finding, ...], is_new: bool, level: Level, text: str, advice: str
+    findings: tuple[CheckResult, ...], is_new: bool, level: Level, text: str, advice: str
 ) -> None:
     """In front of what was found."""
     kept = replace(verdict(*findings), made_at=1e9)

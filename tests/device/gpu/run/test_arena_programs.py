@@ -23,7 +23,7 @@ from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.run.launch import Releases, find_releases
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.trials import Step, write_program
+from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.ir import BufferId, LaneId, Launch, Program, Role, SegmentGraph
 from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.target.target import CompiledBody, Contract
@@ -102,7 +102,7 @@ def random_function(
         outputs.append(list(range(len(sizes), len(sizes) + len(new))))
         sizes += new
     steps = [
-        Step(body=number, reads=tuple(read), lane=0, makes=len(new))
+        TrialStep(body=number, reads=tuple(read), lane=0, makes=len(new))
         for number, (read, new) in enumerate(zip(reads, outputs, strict=True))
     ]
     made_graph, _ = write_program("test", steps, lane_catalogue(1), num_inputs=len(inputs), role=role)
