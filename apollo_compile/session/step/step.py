@@ -198,8 +198,9 @@ class Step:
         if (reason := program.reason_for_loop()) is not None:
             tuner.hold_back(reason)
             return None
-        if variant is Variant.EAGER:  # which needs no guards
-            return self._run_in_eager(tuner, parts, weights)
+        if variant is Variant.EAGER:  # which needs no guards; autocast would keep copies of weights between steps
+            is_usual = not torch.is_autocast_enabled(program.micro.device.type)
+            return self._run_in_eager(tuner, parts, weights) if is_usual else None
         found = self._note_inputs(parts, tuner, graph)
         if found is None:
             return None
@@ -260,10 +261,7 @@ class Step:
             self._finish()
         return returned
 
-    def _run_in_eager(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
-        """Take the step without a compiler; None under autocast, which would keep copies of weights between steps."""
-        if torch.is_autocast_enabled(tuner.program.micro.device.type):
-            return None
+    def _run_in_eager(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
         returned = add_gradients(self._call, parts, weights)
         tuner.held_back = None
         self._finish()
