@@ -236,8 +236,8 @@ def test_threads_ask_in_turn() -> None:
 LEAVE = """
 import os, sys, time
 from apollo_compile.planner import apart
-from apollo_compile.planner.problem import Mode, Problem, Task
-problem = Problem(tasks=(Task(modes=(Mode(duration=3),), predecessors=()),) * 2)
+from apollo_compile.planner.problem import ExecutionMode, Problem, Task
+problem = Problem(tasks=(Task(modes=(ExecutionMode(duration=3),), predecessors=()),) * 2)
 assert apart.bound_apart(problem) == 3
 print(apart._process.process.pid, flush=True)
 """

@@ -154,7 +154,7 @@ def test_ctrl_c_while_any_lane_works_ends_the_step_and_the_next_one_works(interr
 
 @pytest.mark.parametrize(
     ("room", "place"),
-    [(session_compile, "plan_graph"), (bodies, "_compile_bodies"), (session_model, "CompiledGraph")],
+    [(session_compile, "plan_graph"), (bodies, "compile_bodies"), (session_model, "CompiledGraph")],
     ids=["plan", "bodies", "graph"],
 )
 def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compiles(
@@ -166,7 +166,7 @@ def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compile
     original = getattr(room, place)
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
-        if place == "_compile_bodies":
+        if place == "compile_bodies":
             original(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **kwargs)
