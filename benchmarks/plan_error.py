@@ -195,7 +195,8 @@ def compare_plans(
         for index in range(count) if turn % 2 == 0 else reversed(range(count)):
             for graph, variations in zip(graphs, plans, strict=True):
                 chosen = variations[index % len(variations)]
-                graph.variants.adopt(chosen.compilation, chosen.executable)
+                graph.variants.compilation, graph.variants.plan = chosen.compilation, chosen.executable
+                graph.variants.use(graph.variants.current)
             step()  # brings code and weights of these plans back into the caches
             step()
             for number, (graph, samples) in enumerate(zip(graphs, times, strict=True)):
