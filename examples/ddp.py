@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,8 @@ def train(backend: str = "apollo", *, steps: int = 60, width: int = 256, layers:
 
 
 if __name__ == "__main__":
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        sys.exit("expected several processes: start it with torchrun --standalone --nproc-per-node 2 examples/ddp.py")
     cores = len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(max(1, cores))  # torchrun's default is one thread
     dist.init_process_group("gloo")

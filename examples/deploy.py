@@ -9,6 +9,7 @@ import argparse
 import copy
 import os
 import statistics
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -129,6 +130,10 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="measure data parallelism and a tower per rank too")
     parser.add_argument("--rounds", type=int, default=8, help="turns of every deployment with --compare")
     args = parser.parse_args()
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        sys.exit(
+            "expected several processes: start it with torchrun --standalone --nproc-per-node 2 examples/deploy.py"
+        )
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     dist.init_process_group("gloo")
     job = make(args.model)
