@@ -79,7 +79,7 @@ class _Table(NamedTuple):
 
     path: Path
     lines: Sequence[str]
-    """Of the table, with its header."""
+    """Lines of the table, with its header."""
     line: int
     """Number of the first one."""
     values: Mapping[str, Any]

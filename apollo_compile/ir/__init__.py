@@ -145,7 +145,7 @@ class Node:
     name: str
     kind: NodeKind
     target: str
-    """The operator, e.g. `aten.mm.default`; the placeholder's name for inputs."""
+    """Operator, e.g. `aten.mm.default`; the placeholder's name for inputs."""
     inputs: tuple[NodeId, ...]
     """Nodes whose values this one reads, without repeats, in order of the arguments; `sizes` are not among them."""
     sizes: tuple[NodeId, ...] = ()
@@ -153,11 +153,11 @@ class Node:
     after: tuple[NodeId, ...] = ()
     """Nodes that must run earlier for another reason than data: random draws, mutation, side effects."""
     is_collective: bool = False
-    """Whether it communicates with other ranks; all ranks must do so in the same order."""
+    """Communicates with other ranks; all ranks must do so in the same order."""
     is_alone: bool = False
-    """Whether it shares its segment only with nodes that are alone too."""
+    """Shares its segment only with nodes that are alone too."""
     keeps_order: bool = False
-    """Whether it draws random numbers or has a side effect; such nodes keep their order."""
+    """Draws random numbers or has a side effect; such nodes keep their order."""
     module: str = ""
     """FQN of the module the node came from; empty where the metadata did not survive."""
     is_backward: bool = False
@@ -224,7 +224,7 @@ class Segment:
     workspace_bytes: int = 0
     """Bytes that it allocates while it runs, besides its outputs."""
     has_collective: bool = False
-    """Whether it communicates with other ranks; all ranks must do so in the same order."""
+    """Communicates with other ranks; all ranks must do so in the same order."""
     phase: Phase | None = None
     """Its part of a training step, in the graph of a whole step."""
 

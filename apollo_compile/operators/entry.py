@@ -66,7 +66,7 @@ class Operator:
     takes_part: bool = False
     """Whether it is a view of a part of its input, at a place that its arguments say."""
     puts_part: bool = False
-    """Whether it is its first input with one part replaced, at a place that its arguments say."""
+    """Replaces one part of its first input, at a place that its arguments say."""
 
 
 def view(*, takes_part: bool = False) -> Operator:

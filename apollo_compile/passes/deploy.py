@@ -89,8 +89,9 @@ class ModuleCall:
     activation_bytes: int
     """Tensors that the backward needs."""
     forward_ns: tuple[int, ...]
-    """By group of its module."""
+    """Nanoseconds of its forward, by group of its module."""
     backward_ns: tuple[int, ...]
+    """Nanoseconds of its backward, by group of its module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -388,7 +389,7 @@ def _waves(work: StepWork, fleet: Fleet) -> tuple[tuple[Choice, ...], Fleet]:
 def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
     """Return disjoint groups: the module that takes longest gets more devices as long as there are some."""
     sizes: dict[int, list[tuple[int, int]]] = {}
-    """By module, the numbers of devices that it may have, the smallest first, each with its mode with most units."""
+    """Numbers of devices that a module may have, smallest first, each with its mode with most units; by module."""
     for module in members:
         modes = sorted((mode.devices, mode.units, number) for number, mode in enumerate(fleet.modules[module]))
         sizes[module] = list({devices: number for devices, _, number in modes}.items())

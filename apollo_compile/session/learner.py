@@ -52,7 +52,7 @@ class Learner:
         self._target = target
         self._config = config
         self.observations = variants.compilation.observations
-        """What was measured until now."""
+        """Measurements until now."""
         self._runs = self._num_observed = 0
         """Runs of this plan, and those of them that were observed."""
         self._lock = threading.Lock()

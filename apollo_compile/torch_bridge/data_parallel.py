@@ -33,7 +33,7 @@ class Replicas:
     """The ranks that have a model, each whole."""
 
     model: nn.Module
-    """What the loss function is called with."""
+    """Model that the loss function is called with."""
     group: dist.ProcessGroup
     bucket_bytes_cap: int
     """Most bytes at which a bucket is full."""

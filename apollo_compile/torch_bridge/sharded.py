@@ -82,7 +82,7 @@ class _Chunks:
 
     dim: int
     size: int
-    """Of the whole parameter along `dim`."""
+    """Size of the whole parameter along `dim`."""
     shape: tuple[int, ...]
     """Shape of a chunk that is filled up."""
 

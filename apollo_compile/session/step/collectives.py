@@ -86,7 +86,7 @@ class Averages:
     ranks: int
     link: Link
     sharded: ShardedModel | None = None
-    """What gathers parameters; None where every rank has them whole."""
+    """Gathers parameters; None where every rank has them whole."""
     gathers: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     """Whole parameters by name of the collective that gathers them, in the order of these."""
     total_norm: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm
@@ -109,7 +109,7 @@ class DataParallel:
     def __init__(self, replicas: Replicas | ShardedModel) -> None:
         self._replicas = replicas
         self.model = replicas.model
-        """What the loss function is called with."""
+        """Model that the loss function is called with."""
         self.ranks = find_ranks()
         self._group = replicas.group
         self._parameters = [each for each in replicas.parameters if each.requires_grad]

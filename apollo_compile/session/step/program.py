@@ -36,7 +36,7 @@ class StepProgram:
     """What it can run: its plan, and its segments in turn."""
     micro: MicroBatchGraphs
     step: StepGraph
-    """What was composed of them."""
+    """Graph of the step, composed of them."""
     optimizer: StepInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
     is_clipped: bool
@@ -79,7 +79,7 @@ class StepProgram:
 
     @property
     def _sharded(self) -> ShardedModel | None:
-        """What the parameters are shards of."""
+        """Model whose parameters are sharded; None where every rank has them whole."""
         return None if self.step.averages is None else self.step.averages.sharded
 
     @property
