@@ -238,7 +238,7 @@ class DataParallel:
         return Link(latency=small / rounds, bandwidth=rounds * _PROBE_BYTES / ranks / max(large - small, 1e-6))
 
     _rounds = 2
-    """Of a ring, for the mean of gradients: over how many others their pieces go."""
+    """Times that a piece goes around the ring for the mean of gradients."""
 
     def _probe(self, gradient: torch.Tensor) -> None:
         """Do what `average` does for one gradient."""
