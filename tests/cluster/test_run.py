@@ -95,7 +95,8 @@ def test_jobs_run_as_gangs_in_the_order_of_the_plan_and_a_failure_frees_its_devi
     assert not ended["wide"]["problem"] and not ended["narrow"]["problem"]
     assert ended["wide"]["start_s"] >= ended["fails"]["end_s"]
     assert ended["narrow"]["start_s"] >= ended["wide"]["end_s"]
-    assert {"rank 0 of 2", "rank 1 of 2"} <= set((tmp_path / "logs" / "wide-0.log").read_text().splitlines())
+    log = (tmp_path / "logs" / "wide-0.log").read_text()  # two processes write, so lines may be mixed
+    assert "rank 0 of 2" in log and "rank 1 of 2" in log
     assert "rank 0 of 1" in (tmp_path / "logs" / "narrow-0.log").read_text()
 
 
