@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from apollo_compile.torch_bridge.storages import WrittenMemory
 from apollo_compile.torch_bridge.upstream_bugs.fused_updates import differs_from_plain
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +58,18 @@ class StepInParts:
             return f"{type(optimizer).__name__} may use several parameters together"
         if any(group.get("differentiable") for group in optimizer.param_groups):
             return "the optimizer is differentiable"
+        return None
+
+    @staticmethod
+    def problem_of_state(optimizer: torch.optim.Optimizer) -> str | None:
+        """Return why the order of updates matters: state of two parameters is in the same memory; None if it does not.
+
+        State exists from the optimizer's first step on.
+        """
+        states = (tensor for state in optimizer.state.values() for tensor in state.values())
+        tensors = [each for each in states if isinstance(each, torch.Tensor)]
+        if WrittenMemory(range(len(tensors))).is_shared(tensors):
+            return "state of the optimizer shares memory"
         return None
 
     def refresh(self) -> None:

@@ -201,6 +201,7 @@ class Linker:
         reason = self._why_not_in_parts
         if reason is None and is_shared:
             reason = SHARED_MEMORY
+        reason = reason or StepInParts.problem_of_state(self._optimizer)
         if reason is None and is_replayed:
             reason = problem_of_replays(self._optimizer)
         if reason is not None:
