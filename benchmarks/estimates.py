@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_within = "yes" if cell.low_s <= measured_s <= cell.high_s else "no"
             split = f"{cell.data} x {cell.tensor}"
             rows.append((name, processes, split, cell.step_s * 1e3, measured_s * 1e3, error, is_within))
+            print(*rows[-1], file=sys.stderr, flush=True)
         print("\n".join(f"{key}: {text}" for key, text in found.sources.items()), file=sys.stderr, flush=True)
     headers = ("workload", "processes", "data x tensor", "estimated (ms)", "measured (ms)", "error", "in the band")
     print(tabulate(rows, headers=headers, floatfmt=".1f"))
