@@ -5,10 +5,10 @@
 Note [fallback]: a Dynamo graph that segments cannot express, or that would gain nothing from them, gets exactly what
 `torch.compile(mode=..., options=...)` makes of it: same code, same caches, same memory. One INFO line says why.
 Whether it falls back is known once its forward, or inference graph, has been planned. By then AOTAutograd has traced a
-copy of the Dynamo graph with our settings; that result is dropped, and the Dynamo graph itself is traced again, since
-the settings differ. Where AOTAutograd's cache is in use, the reason is cached there, so that a later process knows it
-without planning. A backward that cannot run in segments although its forward does is compiled whole by Inductor; where
-programs are CUDA graphs, its forward falls back with it.
+copy of the Dynamo graph and split it with our settings. All that follows the trace is dropped, and done again with
+those of `torch.compile`: Note [tracing once] in `torch_bridge/traced_once.py`. Where AOTAutograd's cache is in use, the
+reason is cached there, so that a later process knows it without planning. A backward that cannot run in segments
+although its forward does is compiled whole by Inductor; where programs are CUDA graphs, its forward falls back with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ from apollo_compile.torch_bridge.kept_graph import KeptGraph
 from apollo_compile.torch_bridge.layouts import report_output_strides
 from apollo_compile.torch_bridge.settings import current_settings, with_settings
 from apollo_compile.torch_bridge.traced import TracedGraph, take_graph
+from apollo_compile.torch_bridge.traced_once import TracedOnce
 from apollo_compile.torch_bridge.whole import compile_again, compile_whole
 
 _logger = logging.getLogger(__name__)
@@ -76,7 +78,8 @@ class GraphCompiler:
         """
         model = self._model
         # compiling the backward of numbers that are read from tensors may fail, and then a step has to run in pieces
-        self._backward_at_once = model.is_for_step and reads_numbers(graph_module)
+        has_numbers = reads_numbers(graph_module)
+        self._backward_at_once = model.is_for_step and has_numbers
         reason, is_captured = model.without_lanes, model.target.captures
         if reason is None and is_captured:
             reason = reason_against_capture(model, graph_module, example_inputs)
@@ -84,14 +87,16 @@ class GraphCompiler:
             model.fall_back(Fallback(reason=reason))
             return self._compile_plainly(graph_module, example_inputs)
         kept = KeptGraph(graph_module) if is_captured else None
+        has_own_operators = model.config.runtime.bodies == "eager"
+        tracing = nullcontext if has_numbers or has_own_operators else TracedOnce().compiling
         try:
-            with with_settings(self._settings), copy_of_dynamo_graph(graph_module) as copied:
+            with with_settings(self._settings), copy_of_dynamo_graph(graph_module) as copied, tracing():
                 compiled = compile_with_inductor(
                     copied,
                     example_inputs,
                     self.compile_graph,
                     recompute_masks=model.config.runtime.recompute_masks,
-                    eager_randomness=model.config.runtime.bodies == "eager",
+                    eager_randomness=has_own_operators,
                     backward_at_once=self._backward_at_once or is_captured,
                     cache=self._cache(graph_module, example_inputs),
                     settings=self._settings,
@@ -102,7 +107,8 @@ class GraphCompiler:
             model.forget_graphs()
             model.fall_back(Fallback(reason=f"{type(error).__name__}: {error}", level=logging.WARNING))
         if model.falls_back:
-            return self._compile_plainly(graph_module, example_inputs)
+            with tracing():
+                return self._compile_plainly(graph_module, example_inputs)
         return compiled if kept is None else Revertible(model, compiled, kept, self._compile_plainly)
 
     def _cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:

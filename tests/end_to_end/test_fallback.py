@@ -15,6 +15,7 @@ import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd import graph_compile
 from torch._inductor.utils import run_and_get_code
 
 import apollo_compile
@@ -104,6 +105,28 @@ def test_the_code_is_that_of_torch_compile(kind: str, mode: str | None, no_cache
         assert code_of(model, x, backend="apollo", mode=mode, options=USUAL) == expected
     found = registry.compiled_models()[-1]
     assert found.graphs == [] and [name for name, _ in found.fallbacks] == [found.name]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+def test_a_graph_that_falls_back_is_traced_once(grad: bool, no_caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as by torch.compile, and trains alike; one that reads sizes from tensors is traced twice."""
+    tracer = "aot_dispatch_autograd_graph" if grad else "aot_dispatch_base_graph"
+    trace, traced = getattr(graph_compile, tracer), []
+    monkeypatch.setattr(graph_compile, tracer, lambda *args, **kwargs: (traced.append(1), trace(*args, **kwargs))[1])
+    model = Product()
+    x = a_batch(model)
+    for backend, options in (("inductor", None), ("apollo", USUAL)):
+        torch._dynamo.reset()
+        traced.clear()
+        with torch.set_grad_enabled(grad):
+            output = torch.compile(model, backend=backend, options=options)(x)
+        assert len(traced) == 1, backend
+        torch.testing.assert_close(output, model(x), rtol=1e-4, atol=1e-4)
+    assert registry.compiled_models()[-1].falls_back
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.set_grad_enabled(grad):
+        traced.clear()
+        torch.compile(Chosen(), backend="apollo", options=USUAL)(torch.randn(256))
+        assert len(traced) == 2
 
 
 def test_modes_and_options_of_inductor_reach_what_falls_back(no_caches: None) -> None:

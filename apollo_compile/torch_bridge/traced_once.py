@@ -1,0 +1,123 @@
+"""What AOTAutograd traced of a Dynamo graph, for a second compile of the same graph: `TracedOnce`.
+
+Note [tracing once]: a compile that ends in a fallback compiles the Dynamo graph twice, and of a compile by plain
+torch.compile the trace of forward and backward is a large part. The two compiles differ in how AOTAutograd splits what
+it traced, and in what compiles the parts, but not in the trace. So a copy of the first trace is the second one: the
+partitioner and passes change only the graph that they get. It is taken only where nothing else depends on having
+traced: no symbolic sizes, no subclasses of tensors, no effects, no inner graphs, the same description of inputs and
+outputs. Elsewhere, and where a release of torch is built otherwise, the graph is traced twice. Who compiles a graph
+that reads sizes from tensors, or with other random operators than torch.compile's, must not enter `compiling`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._functorch._aot_autograd import graph_compile
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
+
+from apollo_compile.torch_bridge.aot_graph import clone_graph
+
+_TRACERS = ("aot_dispatch_autograd_graph", "aot_dispatch_base_graph")
+"""Functions of AOTAutograd that trace a graph with its backward, and one without."""
+
+_ARGUMENTS = ("flat_fn", "flat_args", "flat_args_descs", "aot_config")
+"""What they take, besides the description of the graph, `fw_metadata`."""
+
+_SET_BY_TRACERS = ("mutated_inp_stream_indices", "tangent_source_stack_traces")
+"""What they write into the description of the graph."""
+
+_NOTHING: Any = object()
+
+
+class TracedOnce:
+    """The trace of one Dynamo graph: Note [tracing once]."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[str, fx.GraphModule, Any, tuple[Any, ...], dict[str, Any]] | None = None
+        """Name of the tracer, the graph, its description before it was traced, and the rest of what the tracer made."""
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Let AOTAutograd trace in the first compile inside of such a context, and take that trace in the second."""
+        token = _current.set(self)
+        try:
+            with _replaced_tracers():
+                yield
+        finally:
+            _current.reset(token)
+
+    def take(self, name: str, trace: Callable[..., Any], args: Sequence[Any], fw_metadata: Any) -> Any:
+        """Return what a tracer returns, from an earlier call if there was one that would return the same."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] == name and kept[2] == fw_metadata and _describe(args[1]) == kept[3][0]:
+            for attribute, value in kept[4].items():
+                setattr(fw_metadata, attribute, value)
+            return kept[1], *kept[3][1:]
+        before = {attribute: getattr(fw_metadata, attribute, _NOTHING) for attribute in _SET_BY_TRACERS}
+        graph, flat_args, descriptions, subclasses = made = trace(*args, fw_metadata=fw_metadata)
+        if subclasses is None and not fw_metadata.tokens and _may_keep(graph, [*args[1], *fw_metadata.traced_tangents]):
+            copied = clone_graph(graph)
+            copied.meta = dict(graph.meta)
+            written = {each: getattr(fw_metadata, each, _NOTHING) for each in before}
+            written = {each: value for each, value in written.items() if value is not before[each]}
+            description = copy.copy(fw_metadata)
+            description.traced_tangents = list(fw_metadata.traced_tangents)  # which compiling empties
+            rest = _describe(args[1]), _copy(flat_args), _copy(descriptions), None
+            self._kept = name, copied, description, rest, written
+        return made
+
+
+_current: contextvars.ContextVar[TracedOnce | None] = contextvars.ContextVar("apollo_traced_once", default=None)
+"""Whose graph this thread compiles; another thread may compile at the same time."""
+
+
+@contextlib.contextmanager
+def _replaced_tracers() -> Iterator[None]:
+    """Replace the tracers of AOTAutograd; where this torch has none of these names, nothing."""
+    usual = {name: getattr(graph_compile, name) for name in _TRACERS if hasattr(graph_compile, name)}
+    for name, trace in usual.items():
+        setattr(graph_compile, name, _make_tracer(name, trace))
+    try:
+        yield
+    finally:
+        for name, trace in usual.items():
+            setattr(graph_compile, name, trace)
+
+
+def _make_tracer(name: str, trace: Callable[..., Any]) -> Callable[..., Any]:
+    def take(*args: Any, **kwargs: Any) -> Any:
+        traced_once = _current.get()
+        if traced_once is None or len(args) < len(_ARGUMENTS) or kwargs.keys() != {"fw_metadata"}:
+            return trace(*args, **kwargs)
+        return traced_once.take(name, trace, args, **kwargs)
+
+    return take
+
+
+def _may_keep(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether a trace of a graph with these inputs, tangents included, may be taken again."""
+    has_inner = any(isinstance(module, fx.GraphModule) for module in graph.children())
+    return not has_inner and not has_free_symbols(inputs) and not functorch_config.functionalize_rng_ops
+
+
+def _describe(inputs: Sequence[Any]) -> list[Any]:
+    """Return what a trace depends on of its inputs."""
+    return [
+        (each.shape, each.stride(), each.dtype, each.device, each.requires_grad)
+        if isinstance(each, torch.Tensor) and each.layout == torch.strided
+        else each
+        for each in inputs
+    ]
+
+
+def _copy(values: Any) -> Any:
+    """Copy lists of inputs, which compiling shortens; the graph of a backward has two of them."""
+    return type(values)(map(_copy, values)) if isinstance(values, list | tuple) else values
