@@ -49,6 +49,8 @@ class CompiledBody:
 
     function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     entry_address: int | None = None
+    entry_name: str = ""
+    """Its name in the library."""
     constants: tuple[torch.Tensor, ...] = ()
     library: ctypes.CDLL | None = field(default=None, repr=False)
     """The library with the entry."""

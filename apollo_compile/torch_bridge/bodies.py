@@ -1,6 +1,6 @@
 """Bodies of segments: nodes cut out of a graph, compiled by Inductor.
 
-A native body is made in two steps, so that the C++ compiler works on one body while the next one is lowered: Inductor
+A native body is made in two steps, so that the C++ compiler works on some bodies while others are lowered: Inductor
 generates code and starts the compiler, and `finish_native` waits for it. `serialize.py` takes the second step for code
 of an earlier process.
 """
@@ -34,6 +34,7 @@ from apollo_compile.torch_bridge.compile_scope import (
     shared_kwargs,
     within_guards,
 )
+from apollo_compile.torch_bridge.joined_code import joined
 from apollo_compile.torch_bridge.layouts import check_layouts, output_layouts
 from apollo_compile.torch_bridge.onednn import is_linear, lower_linear
 
@@ -78,13 +79,15 @@ def compile_bodies(
     shared = shared_kwargs(kwargs)
     if any(is_linear(node.target) for _, piece, _ in pieces for node in piece.graph.nodes):
         lower_linear()
-    with within_guards([fake for _, _, fakes in pieces for fake in fakes]), compile_lock(), as_piece():
+    fakes_of_all = [fake for _, _, fakes in pieces for fake in fakes]
+    with within_guards(fakes_of_all), compile_lock(), as_piece(), joined() as compile_rest:
         layouts = [output_layouts(piece) for _, piece, _ in pieces]
         started = []
         for number, (_, piece, fakes) in enumerate(pieces, 1):
             if native:
                 at("body", number, len(pieces))
             started.append(_start_native(piece, fakes, shared) if native else None)
+        compile_rest()
         bodies = []
         for number, ((_, piece, fakes), compiled) in enumerate(zip(pieces, started, strict=True), 1):
             at("C++ code of body" if native else "body", number, len(pieces))
@@ -130,10 +133,10 @@ def finish_native(compiled: Any) -> CompiledBody | KeepsPython:
     if lane_body is None:
         return _CALLS_PYTHON
     try:
-        path, constants = lane_body()
+        path, entry, constants = lane_body()
     except Exception as error:  # the C++ compiler failed, which shows only here
         return _loss(error)
-    return with_entry(path, tuple(constants), compiled)
+    return with_entry(path, entry, tuple(constants), compiled)
 
 
 def _loss(error: Exception) -> KeepsPython:
@@ -155,8 +158,12 @@ def release_module(compiled: Any) -> None:
         del sys.modules[own["__name__"]]
 
 
-def with_entry(path: str, constants: tuple[torch.Tensor, ...], function: Callable[..., Any]) -> CompiledBody:
+def with_entry(
+    path: str, entry: str, constants: tuple[torch.Tensor, ...], function: Callable[..., Any]
+) -> CompiledBody:
     """Return the body whose native entry is in the library at `path`; threads with the GIL call `function` instead."""
     library = ctypes.CDLL(path)
-    address = ctypes.cast(library.inductor_entry_impl, ctypes.c_void_p).value
-    return CompiledBody(function=function, entry_address=address, constants=constants, library=library)
+    address = ctypes.cast(library[entry], ctypes.c_void_p).value
+    return CompiledBody(
+        function=function, entry_address=address, entry_name=entry, constants=constants, library=library
+    )

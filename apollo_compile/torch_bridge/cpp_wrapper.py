@@ -29,13 +29,10 @@ _CHANGES = (
     ("void inductor_entry_impl(", 'extern "C" __attribute__((visibility("default"))) void inductor_entry_impl('),
     # ... and hold no GIL that it could release.
     ("py::gil_scoped_release_simple release;", ""),
-    # The C++ compiler is not waited for when the generated module is imported, but when it is first called. With one
-    # compile thread `submit` would compile at once, under a lock that the compile takes again, and wait for itself.
+    # The C++ compiler is not waited for when the generated module is imported, but when it is first called.
     (
         "inductor_entry = CppWrapperCodeCache.load_pybinding(",
-        "from torch._inductor.async_compile import AsyncCompile, get_compile_threads\n"
-        "load_inductor_entry = CppWrapperCodeCache.load_pybinding_async("
-        "submit_fn=AsyncCompile.submit if get_compile_threads() > 1 else None, ",
+        "from apollo_compile.torch_bridge.joined_code import lane_entry, load_entry\nload_inductor_entry = load_entry(",
     ),
     ("_wrap_func(inductor_entry)", "_wrap_func(lambda handles: load_inductor_entry()(handles))"),
 )
@@ -64,7 +61,7 @@ class _LaneWrapper(CppWrapperCpu):
         constants = ", ".join(V.graph.constants)
         result.splice(
             f"""
-            call.lane_body = lambda: (load_inductor_entry().__self__.__file__, [{constants}])
+            call.lane_body = lambda: (*lane_entry(load_inductor_entry()), [{constants}])
             """
         )
 
@@ -91,20 +88,16 @@ KNOWN_SIGNATURES: Signatures = {
 """Signatures of the overridden methods; an override accepts each of them."""
 
 
-_PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/inductor/cpp_prefix.h"
-"""Text that Inductor puts between `#include <` and `>`: both headers of a body, so that both are precompiled."""
-
-
 _is_for_lanes: contextvars.ContextVar[bool] = contextvars.ContextVar("apollo_is_for_lanes", default=False)
 """Whether the code that Inductor generates now is for lanes; like Inductor's settings, each thread has its own."""
 
 
 @contextlib.contextmanager
 def lane_wrapper() -> Iterator[None]:
-    """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels.
+    """Let Inductor generate CPU code through `_LaneWrapper`.
 
-    Inductor looks both up in process-wide tables, and another thread may compile at the same time without our lock: a
-    backward of plain Inductor compiles in its first call. So the temporary entries choose by thread (`_is_for_lanes`).
+    Inductor looks it up in a process-wide table, and another thread may compile at the same time without our lock: a
+    backward of plain Inductor compiles in its first call. So the temporary entry chooses by thread (`_is_for_lanes`).
 
     Raises:
         UnsupportedGraphError: this torch is not known to work with it.
@@ -112,7 +105,6 @@ def lane_wrapper() -> Iterator[None]:
     check_signatures(KNOWN_SIGNATURES)
     init_backend_registration()
     usual = device_codegens["cpu"]
-    header: Any = CppWrapperCodeCache.__dict__["_get_uncompiled_header"]
 
     class Chosen(usual.cpp_wrapper_codegen):  # type: ignore[name-defined, misc]
         """The registered code generator, except that threads that compile for lanes get `_LaneWrapper`."""
@@ -122,12 +114,8 @@ def lane_wrapper() -> Iterator[None]:
             chosen: Any = _LaneWrapper if _is_for_lanes.get() else usual.cpp_wrapper_codegen
             return chosen.create(*args, **kwargs)
 
-    def choose_header(cls: type, device: str) -> Any:
-        return _PRECOMPILED if _is_for_lanes.get() else header.__get__(None, cls)(device)
-
     ours = replace(usual, cpp_wrapper_codegen=Chosen)
     device_codegens["cpu"] = ours
-    CppWrapperCodeCache._get_uncompiled_header = classmethod(choose_header)  # type: ignore[method-assign, assignment]
     token = _is_for_lanes.set(True)
     try:
         with inductor_config.patch(cpp_wrapper=True):
@@ -136,4 +124,3 @@ def lane_wrapper() -> Iterator[None]:
         _is_for_lanes.reset(token)
         if device_codegens["cpu"] is ours:  # else somebody registered another code generator meanwhile
             device_codegens["cpu"] = usual
-        CppWrapperCodeCache._get_uncompiled_header = header  # type: ignore[method-assign]

@@ -35,6 +35,8 @@ class BundledBody:
     code: CompiledFxGraph
     library: str | None
     """Path of the library that lanes call without Python; None if the body needs Python."""
+    entry: str
+    """Name of what lanes call in it."""
     constants: tuple[torch.Tensor, ...]
     keeps_python: KeepsPython | None
 
@@ -47,7 +49,9 @@ def bundle_body(body: CompiledBody) -> BundledBody:
     """
     path = None if body.library is None else body.library._name
     code = bundle_code(body.function)
-    return BundledBody(code=code, library=path, constants=body.constants, keeps_python=body.keeps_python)
+    return BundledBody(
+        code=code, library=path, entry=body.entry_name, constants=body.constants, keeps_python=body.keeps_python
+    )
 
 
 def unbundle_body(bundled: BundledBody) -> CompiledBody:
@@ -58,7 +62,7 @@ def unbundle_body(bundled: BundledBody) -> CompiledBody:
     """
     path = bundled.library
     if path is not None and Path(path).exists():
-        return with_entry(path, bundled.constants, _LoadedLater(bundled.code))
+        return with_entry(path, bundled.entry, bundled.constants, _LoadedLater(bundled.code))
     if path is None:
         return CompiledBody(function=unbundle_code(bundled.code), keeps_python=bundled.keeps_python)
     with compile_lock(), native_code():
