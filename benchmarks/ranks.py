@@ -1,24 +1,25 @@
-"""Compare whole steps of several ranks with DistributedDataParallel and Inductor, in turns.
+"""Compare whole steps of several ranks with DistributedDataParallel or FSDP2 and Inductor, in turns.
 
-    python -m benchmarks.ranks --workloads clip,chain --microbatches 1,2 --rounds 20 --json out.json
+    python -m benchmarks.ranks --wrappers ddp,fsdp --workloads clip,chain --microbatches 1,2 --rounds 20 --json out.json
 
 Ranks are processes of this machine over gloo, each with its share of the cores. Both variants train copies of a
-workload with AdamW: `torch.compile` of the wrapped model, whose reducer communicates in the backward of the last
-micro-batch, and `apollo_compile.compile_step` of the wrapped model. They take turns of a few steps; ranks begin a turn
-together, and the times are those of rank 0. The ratio is that of the medians, with a 95 % interval over rounds: above
-1, the compiled step is faster.
+workload with AdamW: `torch.compile` of the wrapped model, which communicates gradients in the backward of the last
+micro-batch, and `apollo_compile.compile_step` of the wrapped model. FSDP2 shards every child of the model. They take
+turns of a few steps; ranks begin a turn together, and the times are those of rank 0. The ratio is that of the medians,
+with a 95 % interval over rounds: above 1, the compiled step is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
+import dataclasses
 import itertools
 import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import apollo_compile
@@ -41,6 +43,7 @@ WARM_STEPS = 10
 def main(arguments: list[str] | None = None) -> int:
     """Run the ranks; the first prints a line for every case, and writes the times of all. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description="Compare steps of several ranks.")
+    parser.add_argument("--wrappers", default="ddp", help="ddp, fsdp, or both")
     parser.add_argument("--workloads", default="clip,chain")
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=int, default=8, help="samples of a step on one rank")
@@ -63,10 +66,14 @@ def run_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
     torch._dynamo.config.capture_scalar_outputs = True
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)
-    for name, count in itertools.product(arguments.workloads.split(","), map(int, arguments.microbatches.split(","))):
+    counts = map(int, arguments.microbatches.split(","))
+    for wrapper, name, count in itertools.product(WRAPPERS, arguments.workloads.split(","), counts):
+        if wrapper not in arguments.wrappers.split(","):
+            continue
         torch._dynamo.reset()
-        line, rounds_ns = compare(name, count, arguments)
-        results.append({"workload": name, "microbatches": count, "loop": rounds_ns[0], "step": rounds_ns[1]})
+        line, (loop_ns, step_ns) = compare(wrapper, name, count, arguments)
+        case = {"wrapper": wrapper, "workload": name, "microbatches": count}
+        results.append({**case, "loop": loop_ns, "step": step_ns})
         if rank == 0:
             print(line, flush=True)
     if rank == 0 and arguments.json is not None:
@@ -78,13 +85,28 @@ Times = tuple[list[list[int]], list[list[int]]]
 """Nanoseconds of the steps by round, of the loop and of the compiled step."""
 
 
-def compare(name: str, count: int, arguments: argparse.Namespace) -> tuple[str, Times]:
+def shard(model: nn.Module) -> nn.Module:
+    """Let FSDP2 shard a model; of a parameter without dimensions, as CLIP's scale, it makes one with a dimension."""
+    for parent in model.modules():
+        for name, parameter in list(parent.named_parameters(recurse=False)):
+            if not parameter.dim():
+                setattr(parent, name, nn.Parameter(parameter.detach()[None]))
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child)
+    return fully_shard(model)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": DistributedDataParallel, "fsdp": shard}
+
+
+def compare(wrapper: str, name: str, count: int, arguments: argparse.Namespace) -> tuple[str, Times]:
     """Return a line about one workload, and the times behind it."""
     takers = []
     for make in (make_loop, make_step):
         task = build_task(name=name, size=arguments.size, batch=arguments.batch, optimizer="adamw", microbatches=count)
         assert isinstance(task, StepTask)
-        takers.append(make(copy.deepcopy(task)))
+        takers.append(make(copy.deepcopy(task), WRAPPERS[wrapper]))
     rounds_ns: Times = ([], [])
     for take, _ in takers:
         for _ in range(WARM_STEPS):
@@ -101,7 +123,7 @@ def compare(name: str, count: int, arguments: argparse.Namespace) -> tuple[str, 
     found, base = summarize(rounds_ns[1], rounds_ns[0]), summarize(rounds_ns[0], rounds_ns[0])
     line = (
         f"{name}, {arguments.size}, batch {arguments.batch} in {count} on {arguments.ranks} ranks: "
-        f"DDP with Inductor {format_ns(round(base.median_ns))}, step {format_ns(round(found.median_ns))}, "
+        f"{wrapper} with Inductor {format_ns(round(base.median_ns))}, step {format_ns(round(found.median_ns))}, "
         f"{found.speedup:.3f}x ({found.speedup_low:.3f} .. {found.speedup_high:.3f}); {'; '.join(takers[1][1]())}"
     )
     return line, rounds_ns
@@ -111,9 +133,10 @@ Taker = tuple[Callable[[], Any], Callable[[], list[str]]]
 """Takes a step, and says how it does."""
 
 
-def make_loop(task: StepTask) -> Taker:
+def make_loop(task: StepTask, wrap: Callable[[nn.Module], nn.Module]) -> Taker:
     """Return the loop over micro-batches, with the wrapped model compiled by Inductor."""
-    model = DistributedDataParallel(task.model)
+    model = wrap(task.model)
+    task = dataclasses.replace(task, model=model)
     optimizer, compiled = make_optimizer(task), cast(nn.Module, torch.compile(model))
 
     def take() -> None:
@@ -121,17 +144,19 @@ def make_loop(task: StepTask) -> Taker:
         parts = split_evenly(task.batch, task.microbatches)
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
-            with contextlib.nullcontext() if is_last else model.no_sync():
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(is_last)
+            with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
                 (task.loss_fn(compiled, part) / len(parts)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return take, list
 
 
-def make_step(task: StepTask) -> Taker:
+def make_step(task: StepTask, wrap: Callable[[nn.Module], nn.Module]) -> Taker:
     """Return the compiled step."""
-    model = DistributedDataParallel(task.model)
-    step = apollo_compile.compile_step(model, task.loss_fn, make_optimizer(task), microbatches=task.microbatches)
+    task = dataclasses.replace(task, model=wrap(task.model))
+    step = apollo_compile.compile_step(task.model, task.loss_fn, make_optimizer(task), microbatches=task.microbatches)
     return (lambda: step(task.batch)), lambda: [*step.verdicts, *map(describe_sums, step.tuners)]
 
 
