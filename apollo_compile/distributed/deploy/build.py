@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.apply import arrived, arriving
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
+from apollo_compile.distributed.link import measure_link
 from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.passes.deploy import (
@@ -53,9 +54,6 @@ WARM_UPS, LEAST, MOST, BUDGET_S = 2, 5, 25, 0.2
 
 WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules whose result for a sample depends on the others, so that samples are not divided."""
-
-MESSAGES = (1 << 10, 1 << 22)
-"""Bytes of the sums that measure the link."""
 
 
 def deploy(
@@ -100,7 +98,7 @@ def deploy(
         pieces = pieces_of(model, batch, loss_fn, trace, size, optimizer_states)
         times = measure(model, pieces, group, device)
         if link is None:
-            link = _measure_link(group, device) if size > 1 else Link(0.0, 1.0)
+            link = measure_link(lambda each: dist.all_reduce(each, group=group), 2 * (size - 1), group, device)
         is_cuda = device.type == "cuda"
         cluster = EqualDevices(
             devices=size,
@@ -380,26 +378,6 @@ def measure(
         return round(slowest([statistics.median(own)] if pieces[key].is_alone else own).median().item())
 
     return {key: (median(key, "forward"), median(key, "backward")) for key in pieces}
-
-
-def _measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
-    """Return the latency and bandwidth with which a ring sums as fast as the slowest rank here."""
-    times = []
-    for num_bytes in MESSAGES:
-        message = torch.zeros(num_bytes // 4, device=device)
-        spans = torch.empty(WARM_UPS + MOST, dtype=torch.float64, device=device)
-        for index in range(len(spans)):
-            dist.barrier(group=group)
-            begin = time.perf_counter()
-            dist.all_reduce(message, group=group)
-            message[0].item()  # waits for the device
-            spans[index] = time.perf_counter() - begin
-        dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=group)
-        times.append(spans[WARM_UPS:].mean().item())  # a step waits for many of them: their sum counts
-    size = dist.get_world_size(group)
-    rounds = 2 * (size - 1)
-    per_byte = max(times[1] - times[0], 1e-9) / (MESSAGES[1] - MESSAGES[0])
-    return Link(times[0] / rounds, rounds / size / per_byte)
 
 
 # ---------------------------------------------------------------------------------------------------------------- work
