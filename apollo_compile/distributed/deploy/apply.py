@@ -133,7 +133,7 @@ class DividedModule:
             DeploymentError: ranks of a replica would draw different random numbers.
         """
         names = [name for name, each in self.module.named_parameters() if each.requires_grad]
-        before = random_states() if self.group.tensor > 1 else []
+        before = random_states(self.device) if self.group.tensor > 1 else []
         if self.peers is None or self.group.is_sharded or not (sums and names and torch.is_grad_enabled()):
             found = self._call(*args, **kwargs)
         else:
@@ -144,7 +144,7 @@ class DividedModule:
                 if isinstance(each, DTensor):
                     summed[index] = DTensor.from_local(summed[index], each.device_mesh, each.placements)
             found = torch.func.functional_call(self.module, dict(zip(names, summed, strict=True)), tuple(args), kwargs)
-        if before and not all(map(torch.equal, before, random_states())):
+        if before and not all(map(torch.equal, before, random_states(self.device))):
             raise DeploymentError(
                 f"module {self.group.module!r} draws random numbers, which would differ among {self.group.tensor} "
                 "devices per replica: plan again with the model in the mode in which it trains, or move the module"

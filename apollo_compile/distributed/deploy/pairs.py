@@ -27,13 +27,14 @@ _Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any], Any]]]  # a
 def find_pairs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], most: int) -> tuple[LinearPair, ...]:
     """Return the pairs that up to `most` devices can divide; none if the module draws random numbers."""
     calls: _Calls = {}
-    before = random_states()
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    before = random_states(device)
     handle = register_module_forward_hook(lambda each, *call: calls.setdefault(each, []).append(call), with_kwargs=True)
     try:
         module(*args, **kwargs)
     finally:
         handle.remove()
-    if not all(map(torch.equal, before, random_states())):
+    if not all(map(torch.equal, before, random_states(device))):
         return ()
     owners = Counter(id(each) for own in module.modules() for each in own.parameters(recurse=False))
     degrees = [1 << power for power in reversed(range(1, most.bit_length()))]
@@ -52,14 +53,13 @@ def find_pairs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
             columns = [] if degree else [*columns, row]
             if degree:
                 prefix = f"{path}." if path else ""
-                names = tuple(prefix + name for name in divided)
-                found.append(LinearPair(columns=names, row=prefix + row, degree=degree))
+                found.append(LinearPair(columns=tuple(prefix + n for n in divided), row=prefix + row, degree=degree))
     return tuple(found)
 
 
-def random_states() -> list[torch.Tensor]:
-    """Return the states of torch's random numbers."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of torch's random numbers on the CPU and a device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _is_divisible(parent: nn.Module, calls: _Calls, columns: Sequence[str], row: str, degree: int) -> bool:
