@@ -1,6 +1,6 @@
 """Train as a deployment plan says: torchrun --standalone --nproc-per-node 2 examples/deploy.py.
 
-With --compare, steps of data parallelism, of a tower per rank and of the plan are measured in turns.
+With --compare, the plan, data parallelism, divided layers, sharded state and a tower per rank are measured in turns.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import apollo_compile
+from apollo_compile.errors import ConfigError
 from apollo_compile.units import format_ns, seconds_to_ns
 
 
@@ -51,7 +52,7 @@ class Job(NamedTuple):
 
 
 def make(name: str) -> Job:
-    """Return a job: `towers`, `unequal` (ten times the layers, many samples) or `clip` (of Hugging Face)."""
+    """Return a job: `towers`, `unequal` (ten times the layers, many samples), `wide` (few samples) or `clip`."""
     torch.manual_seed(0)  # the same weights and data everywhere
     if name == "clip":
         from transformers import CLIPConfig, CLIPModel
@@ -66,7 +67,8 @@ def make(name: str) -> Job:
         ids[:, -1] = 999
         batch = {"input_ids": ids, "pixel_values": torch.randn(16, 3, 64, 64)}
         return Job(CLIPModel(config), batch, ("vision_model", "text_model"))
-    width, image, text, samples = {"towers": (256, 4, 4, 64), "unequal": (128, 10, 1, 1024)}[name]
+    sizes = {"towers": (256, 4, 4, 64), "unequal": (128, 10, 1, 1024), "wide": (768, 4, 1, 16)}
+    width, image, text, samples = sizes[name]
     batch = {"image": torch.randn(samples, width), "text": torch.randn(samples, width)}
     return Job(TwoTowers(width, image, text), batch, ("image", "text"))
 
@@ -98,10 +100,22 @@ def train(
 
 def compare(job: Job, plan: apollo_compile.DeploymentPlan, *, rounds: int) -> dict[str, float]:
     """Return the median seconds of a step by deployment, measured in turns."""
-    plans = {"data parallel": plan, "tower per rank": plan, "plan": plan}
-    for index, name in enumerate(job.modules):
-        plans["data parallel"] = plans["data parallel"].move(name, first=0, devices=dist.get_world_size())
-        plans["tower per rank"] = plans["tower per rank"].move(name, first=index % dist.get_world_size(), devices=1)
+    size = dist.get_world_size()
+    ways: dict[str, dict[str, Any]] = {
+        "data parallel": {"devices": size},
+        "divided layers": {"devices": size, "tensor": size},
+        "sharded": {"devices": size, "is_sharded": True},
+        "tower per rank": {"devices": 1},
+    }
+    plans = {"plan": plan}
+    for way, division in ways.items():
+        edited = plan
+        try:
+            for index, name in enumerate(job.modules):
+                edited = edited.move(name, first=index % size if way == "tower per rank" else 0, **division)
+        except ConfigError:  # a module that cannot be divided so
+            continue
+        plans[way] = edited
     models = {}
     for name, each in plans.items():
         model = each.apply(copy.deepcopy(job.model))
@@ -125,9 +139,9 @@ def compare(job: Job, plan: apollo_compile.DeploymentPlan, *, rounds: int) -> di
 def main() -> None:
     """Plan, train, and show that the numbers are those of one process."""
     parser = argparse.ArgumentParser(description="Train as a deployment plan says, under torchrun.")
-    parser.add_argument("--model", choices=("towers", "unequal", "clip"), default="clip")
+    parser.add_argument("--model", choices=("towers", "unequal", "wide", "clip"), default="clip")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compare", action="store_true", help="measure data parallelism and a tower per rank too")
+    parser.add_argument("--compare", action="store_true", help="measure other deployments too")
     parser.add_argument("--rounds", type=int, default=8, help="turns of every deployment with --compare")
     args = parser.parse_args()
     if "LOCAL_WORLD_SIZE" not in os.environ:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
-from apollo_compile.passes.deploy import EqualDevices, ModuleCall, ModuleState, StepWork, group_sizes, plan_deployment
+from apollo_compile.passes.deploy import (
+    EqualDevices,
+    ModuleCall,
+    ModuleState,
+    StepWork,
+    group_sizes,
+    plan_deployment,
+    replicated,
+)
 
 ENCODERS = {  # parameters in millions, tokens per sample, width
     "vision": (632, 257, 1280),
@@ -65,9 +73,7 @@ def multitask_clip(tasks: int, devices: int) -> StepWork:
             params, tokens, width = ENCODERS[encoder]
             size = params * 1_000_000
             forward_ns = times_of(2.0 * size * tokens, samples, devices)
-            modules[encoder] = ModuleState(
-                name=encoder, groups=groups_on(devices), state_bytes=16 * size, gradient_bytes=2 * size
-            )
+            modules[encoder] = replicated(encoder, groups_on(devices), state_bytes=16 * size, gradient_bytes=2 * size)
             calls.append(
                 ModuleCall(
                     name=f"{encoder} of {'-'.join(pair)}",
@@ -82,7 +88,7 @@ def multitask_clip(tasks: int, devices: int) -> StepWork:
             )
         name = f"loss of {'-'.join(pair)}"
         groups = ((min(8, devices), QUOTAS[0]),)
-        modules[name] = ModuleState(name=name, groups=groups, state_bytes=0, gradient_bytes=0)
+        modules[name] = replicated(name, groups, state_bytes=0, gradient_bytes=0)
         calls.append(
             ModuleCall(
                 name=name,

@@ -287,7 +287,7 @@ BUDGETS = {
     "cluster": 1_400,
     "cost_model": 800,
     "device": 5_100,
-    "distributed": 4_600,
+    "distributed": 4_800,
     "ir": 1_800,
     "operators": 1_250,
     "passes": 2_900,
@@ -302,7 +302,8 @@ BUDGETS = {
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
 SEVERAL_DEVICES = (
-    *("cluster", "distributed/deploy", "passes/deploy.py", "planner/placement.py", "planner/placement_model.py"),
+    *("cluster", "distributed/deploy", "distributed/link.py", "passes/deploy.py"),
+    *("planner/placement.py", "planner/placement_model.py"),
     *("cost_model/cells.py", "cost_model/collectives.py", "tools/cluster.py", "tools/estimate.py"),
     *(
         "tools/model_times.py",
@@ -313,7 +314,7 @@ SEVERAL_DEVICES = (
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_700, 5_300
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_700, 5_560
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 

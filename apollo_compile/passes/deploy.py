@@ -2,12 +2,13 @@
 
     plan_deployment(work, cluster) -> Deployment;  deploy_on(work, cluster, groups) -> Deployment
 
-A module takes an aligned group of devices (1, 2, 4, ... or all), over which the samples of a batch are divided, and
-some units of each device. Its calls run there, forward and backward; then its gradients are summed over the group, and
-its parameters are updated on every device of it. A call sends its outputs to all devices, and in the backward the
-gradients of its inputs: that is part of its time. A sum of gradients takes the units of its group, which is pessimistic
-where it overlaps with other work. On a device, memory holds the state of its modules, and the activations of its share
-of every call.
+A module takes an aligned group of devices (1, 2, 4, ... or all) and some units of each. Replicas of it divide the
+samples of a batch; a replica is on one device, or on several that divide its linear layers (tensor parallelism), or all
+devices of the group share its state (sharded). Its calls run there, forward and backward; then gradients are summed
+over the replicas, and every device updates the parameters that it has. A call sends its outputs to all devices, and in
+the backward the gradients of its inputs: that is part of its time. A sum of gradients takes the units of its group,
+which is pessimistic where it overlaps with other work. On a device, memory holds the state of its modules, and the
+activations of its share of every call.
 
 Baselines, from which the search begins and which the result is compared with:
     data parallel   every module on all devices, one after the other
@@ -17,14 +18,15 @@ Baselines, from which the search begins and which the result is compared with:
 
 Guarantees: a plan keeps the memory of every device; it is not longer than a baseline that keeps it, but for waves that
 are not clearly better than data parallelism; bound <= step.
-Leaves the times of calls to its caller. Tensor parallelism inside a group is not planned.
+Leaves the times of calls to its caller, with the collectives inside of a call.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, send_seconds
 from apollo_compile.errors import ConfigError, InfeasiblePlanError
@@ -82,31 +84,81 @@ class ModuleCall:
     module: str
     inputs: tuple[str, ...]
     """Earlier calls whose outputs it reads."""
-    sent_bytes: int
+    sent_bytes: int = 0
     """Outputs that go to all devices in the forward."""
-    returned_bytes: int
+    returned_bytes: int = 0
     """Gradients of inputs that go to all devices in the backward."""
-    activation_bytes: int
+    activation_bytes: int = 0
     """Tensors that the backward needs."""
     forward_ns: tuple[int, ...]
-    """Nanoseconds of its forward, by group of its module."""
+    """Nanoseconds of its forward, by mode of its module."""
     backward_ns: tuple[int, ...]
-    """Nanoseconds of its backward, by group of its module."""
+    """Nanoseconds of its backward, by mode of its module."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """How the devices of a group divide a module."""
+
+    devices: int
+    units: int
+    """Units of each device."""
+    tensor: int = 1
+    """Devices of a replica, which divide its linear layers."""
+    is_sharded: bool = False
+    """Whether all devices share the parameters, and gather them where they are used."""
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Its values by field."""
+        return {name: getattr(self, name) for name in Division.__dataclass_fields__}
+
+    def __str__(self) -> str:
+        """Return for example `4 with 1 units, 2 per replica`."""
+        return f"{self.devices} with {self.units} units{self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """Words after a place, empty for plain replicas."""
+        return ", sharded" * self.is_sharded + f", {self.tensor} per replica" * (self.tensor > 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMode(Division):
+    """A division that a module may have; bytes are those on each device."""
+
+    state_bytes: int
+    """Parameters, gradients and states of the optimizer."""
+    gradient_bytes: int
+    """Bytes that are summed over the replicas in a step; 0 if the module is frozen or sharded."""
+    update_ns: int = 0
+    """Time of the optimizer's update on each device, after the sum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearPair:
+    """Linear layers that devices may divide: each has some outputs of `columns`, which are its inputs of `row`."""
+
+    columns: tuple[str, ...]
+    row: str
+    degree: int
+    """Most devices, a power of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleState:
-    """A module, with the memory that it keeps on each of its devices."""
+    """A module, and how it may run."""
 
     name: str
-    groups: tuple[tuple[int, int], ...]
-    """Numbers of devices, and of units on each, that may run it."""
-    state_bytes: int
-    """Parameters, gradients and states of the optimizer."""
-    gradient_bytes: int
-    """Bytes that are summed over its group in a step; 0 if it is frozen."""
-    update_ns: int = 0
-    """Time of the optimizer's update on each device, after the sum."""
+    modes: tuple[GroupMode, ...]
+    """Of those with equal devices and units, baselines have the first."""
+    pairs: tuple[LinearPair, ...] = ()
+    """What a replica on several devices divides."""
+
+
+def replicated(name: str, groups: Iterable[tuple[int, int]], **own: Any) -> ModuleState:
+    """Return a module with a replica on every device; groups are devices and units, `own` is the rest of a mode."""
+    return ModuleState(name=name, modes=tuple(GroupMode(devices=n, units=units, **own) for n, units in groups))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,15 +170,11 @@ class StepWork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceGroup:
-    """Where a module runs."""
+class DeviceGroup(Division):
+    """Where a module runs, and how."""
 
     module: str
     first: int
-    devices: int
-    """Number of devices, which is the degree of data parallelism."""
-    units: int
-    """Units of each device."""
 
     @property
     def range(self) -> range:
@@ -134,8 +182,9 @@ class DeviceGroup:
         return range(self.first, self.first + self.devices)
 
     def __str__(self) -> str:
-        """Return for example `devices 4 to 7`."""
-        return f"device {self.first}" if self.devices == 1 else f"devices {self.first} to {self.range[-1]}"
+        """Return for example `devices 4 to 7, sharded`."""
+        place = f"device {self.first}" if self.devices == 1 else f"devices {self.first} to {self.range[-1]}"
+        return place + self.kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,16 +290,14 @@ def deploy_on(
         group = by_name.get(module.name)
         if group is None:
             raise ConfigError(f"module {module.name!r} has no group; there are groups for {', '.join(by_name)}")
-        known = [(mode.devices, mode.units) for mode in modes]
-        own = (group.devices, group.units)
-        if own not in known or group.first not in groups_of(fleet, modes[known.index(own)]):
+        known = [mode.key for mode in module.modes]
+        if group.key not in known or group.first not in groups_of(fleet, modes[known.index(group.key)]):
             raise ConfigError(
-                f"module {module.name!r} cannot have {group.devices} devices with {group.units} units from device "
-                f"{group.first} on: expected a first device that is a multiple of their number, below "
-                f"{cluster.devices}, and a number of devices out of "
-                + ", ".join(f"{devices} with {units} units" for devices, units in known)
+                f"module {module.name!r} cannot have {group.devices} devices with {group.units} units{group.kind} from "
+                f"device {group.first} on: expected a first device that is a multiple of their number, below "
+                f"{cluster.devices}, and a number of devices out of " + "; ".join(map(str, module.modes))
             )
-        choices.append((known.index(own), group.first))
+        choices.append((known.index(group.key), group.first))
     if not fits(fleet, choices):
         held = memory_of(fleet, choices)
         raise InfeasiblePlanError(
@@ -291,28 +338,29 @@ def _to_fleet(work: StepWork, cluster: EqualDevices) -> Fleet:
         if call.module not in module_of or call.name in call_of:
             raise ConfigError(f"call {call.name!r} of module {call.module!r}: expected a known module, and a new name")
         call_of[call.name], module = index, module_of[call.module]
-        groups = work.modules[module].groups
-        if not len(call.forward_ns) == len(call.backward_ns) == len(groups):
+        modes = work.modules[module].modes
+        if not len(call.forward_ns) == len(call.backward_ns) == len(modes):
             raise ConfigError(
                 f"call {call.name!r} has {len(call.forward_ns)} times of forward and {len(call.backward_ns)} of "
-                f"backward: expected one for each of {len(groups)} groups of {call.module!r}"
+                f"backward: expected one for each of {len(modes)} modes of {call.module!r}"
             )
         kept[module] += call.activation_bytes
     for each in work.modules:
-        sizes = [devices for devices, _ in each.groups]
-        if not sizes or max(sizes) > cluster.devices or all(call.module != each.name for call in work.calls):
+        sizes = [mode.devices for mode in each.modes]
+        broken = [mode for mode in each.modes if mode.devices % mode.tensor or mode.tensor * mode.is_sharded > 1]
+        if not sizes or broken or max(sizes) > cluster.devices or all(call.module != each.name for call in work.calls):
             raise ConfigError(
-                f"module {each.name!r} may have {sizes} devices: expected some numbers up to {cluster.devices}, and a "
-                "call of it"
+                f"module {each.name!r} may have {sizes} devices: expected some numbers up to {cluster.devices}, "
+                "multiples of those per replica, with one per replica if it is sharded, and a call of it"
             )
 
-    def duration_ns(name: str, kind: str, state: ModuleState, index: int) -> int:
-        """Return the time of a task on a group of its module: work, then its transfers."""
-        devices, seconds = state.groups[index][0], 0.0
+    def duration_ns(name: str, kind: str, index: int, mode: GroupMode) -> int:
+        """Return the time of a task in a mode of its module: work, then its transfers."""
+        seconds = 0.0
         if kind == "sum":
-            if state.gradient_bytes:
-                seconds = all_reduce_seconds(state.gradient_bytes, devices, cluster.link)
-            return seconds_to_ns(seconds) + state.update_ns
+            if mode.gradient_bytes:
+                seconds = all_reduce_seconds(mode.gradient_bytes, mode.devices // mode.tensor, cluster.link)
+            return seconds_to_ns(seconds) + mode.update_ns
         call = work.calls[call_of[name]]
         own, sent = (call.forward_ns, call.sent_bytes) if kind == "forward" else (call.backward_ns, call.returned_bytes)
         if sent and cluster.devices > 1:  # all parts begin at once, and every device receives all of them
@@ -321,8 +369,8 @@ def _to_fleet(work: StepWork, cluster: EqualDevices) -> Fleet:
 
     tasks = []
     for name, module_name, kind in _labels_of(work):
-        state = work.modules[module_of[module_name]]
-        durations = tuple(duration_ns(name, kind, state, index) for index in range(len(state.groups)))
+        modes = work.modules[module_of[module_name]].modes
+        durations = tuple(duration_ns(name, kind, index, mode) for index, mode in enumerate(modes))
         tasks.append(PlacementTask(module=module_of[module_name], durations=durations))
     arcs, last = [], 2 * len(work.calls) - 1
     for index, call in enumerate(work.calls):
@@ -335,8 +383,12 @@ def _to_fleet(work: StepWork, cluster: EqualDevices) -> Fleet:
         memory=cluster.memory_bytes,
         modules=tuple(
             tuple(
-                PlacementMode(devices=devices, units=units, memory=module.state_bytes + -(-num_bytes // devices))
-                for devices, units in module.groups
+                PlacementMode(
+                    devices=mode.devices,
+                    units=mode.units,
+                    memory=mode.state_bytes - (-num_bytes * mode.tensor // mode.devices),
+                )
+                for mode in module.modes
             )
             for module, num_bytes in zip(work.modules, kept, strict=True)
         ),
@@ -349,7 +401,7 @@ def _to_fleet(work: StepWork, cluster: EqualDevices) -> Fleet:
 
 
 def _data_parallel(fleet: Fleet) -> tuple[Choice, ...]:
-    """Return the choices with all devices and units; of a module that cannot have them, the most it can."""
+    """Return the choices with all devices and units, in the first of equal modes; or the most that a module can."""
     return tuple(
         (max(range(len(modes)), key=lambda index: (modes[index].devices, modes[index].units)), 0)
         for modes in fleet.modules
@@ -391,8 +443,8 @@ def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
     sizes: dict[int, list[tuple[int, int]]] = {}
     """Numbers of devices that a module may have, smallest first, each with its mode with most units; by module."""
     for module in members:
-        modes = sorted((mode.devices, mode.units, number) for number, mode in enumerate(fleet.modules[module]))
-        sizes[module] = list({devices: number for devices, _, number in modes}.items())
+        modes = sorted((mode.devices, mode.units, -number) for number, mode in enumerate(fleet.modules[module]))
+        sizes[module] = list({devices: -number for devices, _, number in modes}.items())
     at = dict.fromkeys(members, 0)
 
     def time_of(module: int, index: int) -> int:
@@ -432,8 +484,8 @@ def _to_deployment(
 
     def groups(choices: Sequence[Choice]) -> tuple[DeviceGroup, ...]:
         return tuple(
-            DeviceGroup(module=module.name, first=first, devices=modes[mode].devices, units=modes[mode].units)
-            for module, modes, (mode, first) in zip(work.modules, fleet.modules, choices, strict=True)
+            DeviceGroup(module=module.name, first=first, **module.modes[mode].key)
+            for module, (mode, first) in zip(work.modules, choices, strict=True)
         )
 
     in_turn, (waves, with_barriers) = _data_parallel(fleet), _waves(work, fleet)

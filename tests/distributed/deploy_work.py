@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import apollo_compile
 from apollo_compile.cost_model.collectives import Link
@@ -79,6 +80,30 @@ class Mixed(nn.Module):
         return self.frozen(image) @ (found["pooled"] + found["rows"][:, None] / WIDTH).T
 
 
+class Gated(nn.Module):
+    """Two linear layers side by side, one that reads them, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH, bias=False)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x + self.shift))
+
+
+class Blocks(nn.Module):
+    """A tower of gated blocks that is called twice, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(Gated(), nn.LayerNorm(WIDTH), Gated())
+        self.text = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.image(image) @ self.image(self.text(text)).T
+
+
 class Scenario(NamedTuple):
     """A model, its batch and its loss."""
 
@@ -105,19 +130,31 @@ def make(kind: str) -> Scenario:
         "ten to one": lambda: (Towers(10, 1), ("image", "text")),
         "chain": lambda: (Chain(), ("encoder", "reader")),
         "mixed": lambda: (Mixed(), ("frozen", "pair")),
+        "blocks": lambda: (Blocks(), ("image", "text")),
     }[kind]()
     return Scenario(model, batch, diagonal_loss, names)
 
 
-KINDS = ("clip", "ten to one", "chain", "mixed")
-PLACES = ("plan", "data parallel", "apart", "apart the other way", "one device")
+KINDS = ("clip", "ten to one", "chain", "mixed", "blocks")
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "data parallel": {"devices": 2},
+    "linear layers": {"devices": 2, "tensor": 2},
+    "sharded": {"devices": 2, "is_sharded": True},
+}
+PLACES = [
+    (kind, where)
+    for kind in KINDS
+    for where in ("plan", *DIVISIONS, "apart", "apart the other way", "one device")
+    if where != "linear layers" or kind in ("clip", "blocks")
+]
+"""Kinds, and the edits of their plan; of the other kinds, no linear layers can be divided."""
 
 
 def place(plan: apollo_compile.DeploymentPlan, names: tuple[str, ...], where: str) -> apollo_compile.DeploymentPlan:
     """Return the plan, edited."""
     for index, name in enumerate(names) if where != "plan" else ():
-        first = {"data parallel": 0, "apart": index % 2, "apart the other way": 1 - index % 2, "one device": 1}[where]
-        plan = plan.move(name, first=first, devices=2 if where == "data parallel" else 1)
+        first = {"apart": index % 2, "apart the other way": 1 - index % 2, "one device": 1}.get(where, 0)
+        plan = plan.move(name, first=first, **DIVISIONS.get(where, {"devices": 1}))
     return plan
 
 
@@ -133,6 +170,40 @@ def train(model: nn.Module, scenario: Scenario, *, backwards: int = 1) -> list[f
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def bytes_here(parameter: torch.Tensor) -> int:
+    """Return the size of this rank's part."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
+
+
+FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "two replicas of two": ({"devices": 4, "tensor": 2}, {"devices": 4, "is_sharded": True}),
+    "one replica of four": ({"devices": 4, "tensor": 4}, {"devices": 2, "tensor": 2}),
+    "halves": ({"devices": 2, "is_sharded": True}, {"devices": 4, "tensor": 2}),
+}
+"""Divisions of two modules over four ranks."""
+
+
+def run_one_of_four(rank: int, port: int, folder: Path) -> None:
+    """Train on four ranks, with two backwards per step, and write what this rank saw."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=PATIENCE)
+    scenario = make("blocks")
+    link = Link(1e-4, 1e9)
+    plan = apollo_compile.deploy(
+        scenario.model, scenario.batch, loss_fn=scenario.loss_fn, modules=scenario.names, link=link, seconds=1
+    )
+    alone = copy.deepcopy(scenario.model)
+    found: dict[str, Any] = {"": (train(alone, scenario, backwards=2), alone.state_dict())}
+    for name, (image, text) in FOUR.items():
+        model = copy.deepcopy(scenario.model)
+        edited = plan.move("image", first=0, **image).move("text", first=4 - text["devices"], **text)
+        losses = train(edited.apply(model), scenario, backwards=2)
+        found[name] = (losses, dict(plan.full_state_dict(model)))
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
 
 
 def run_rank(rank: int, port: int, folder: Path) -> None:
@@ -155,16 +226,20 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
         )
         losses = train(alone, scenario)
         found[kind] = {"plan": plan, "losses": losses, "state": alone.state_dict(), "places": {}}
-        for where in PLACES:
+        for where in (where for own, where in PLACES if own == kind):
             model = copy.deepcopy(scenario.model)
             applied = place(plan, scenario.names, where).apply(model)
             assert applied is model
             losses = train(model, scenario)
-            is_meta = {name: next(model.get_submodule(name).parameters()).is_meta for name in scenario.names}
+            parameters = {name: list(model.get_submodule(name).parameters()) for name in scenario.names}
+            is_meta = {name: own[0].is_meta for name, own in parameters.items()}
+            num_bytes = {name: sum(map(bytes_here, own)) for name, own in parameters.items()}
             with torch.no_grad():
                 scores = scenario.loss_fn(model(**scenario.batch)).item()
             state = dict(plan.full_state_dict(model))
-            found[kind]["places"][where] = {"losses": losses, "state": state, "is_meta": is_meta, "scores": scores}
+            found[kind]["places"][where] = {
+                **{"losses": losses, "state": state, "is_meta": is_meta, "scores": scores, "bytes": num_bytes}
+            }
         with torch.no_grad():
             found[kind]["scores"] = scenario.loss_fn(alone(**scenario.batch)).item()
     found["accumulated"] = accumulate()
@@ -224,4 +299,14 @@ def errors() -> dict[str, str]:
     normed.image = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     statistics = deploy(normed, modules=["image", "text"])
     note("batch norm", lambda: statistics.move("image", first=0, devices=2))
+    note("no pairs", lambda: statistics.move("text", first=0, devices=2, tensor=2))
+    blocks = make("blocks")
+    divided = deploy(blocks.model, modules=blocks.names).move("image", first=0, devices=2, tensor=2)
+    blocks.model.image[2].up = nn.Identity()  # type: ignore[union-attr, operator]
+    note("no layer", lambda: divided.apply(blocks.model))
+    dropping = Towers(2, 2)
+    dropping.image = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    calm = deploy(dropping.eval(), modules=["image", "text"]).move("image", first=0, devices=2, tensor=2)
+    noisy = calm.apply(dropping).train()
+    note("random", lambda: noisy(**scenario.batch))
     return found

@@ -15,7 +15,7 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.distributed.deploy.build import pieces_of, trace_step, work_of
+from apollo_compile.distributed.deploy.build import copies_of, pieces_of, trace_step, work_of
 from apollo_compile.passes.deploy import REST, EqualDevices
 from tests.distributed import deploy_work as work
 from tests.distributed.conftest import open_store, start_ranks
@@ -35,8 +35,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(work.SIZE)]
 
 
-@pytest.mark.parametrize("where", work.PLACES)
-@pytest.mark.parametrize("kind", work.KINDS)
+@pytest.mark.parametrize(("kind", "where"), work.PLACES)
 def test_ten_steps_give_the_numbers_of_one_process(ranks: list[dict[str, Any]], kind: str, where: str) -> None:
     """Losses and all parameters, on both ranks; the model without gradients too."""
     for rank in ranks:
@@ -58,6 +57,39 @@ def test_modules_of_other_devices_take_no_memory(ranks: list[dict[str, Any]], ki
         assert places["apart"]["is_meta"] == {name: index % 2 != rank for index, name in enumerate(names)}
         assert places["one device"]["is_meta"] == dict.fromkeys(names, rank != 1)
         assert not any(places["data parallel"]["is_meta"].values())
+
+
+@pytest.mark.parametrize(("kind", "where"), [each for each in work.PLACES if each[1] in work.DIVISIONS])
+def test_a_rank_has_the_part_of_the_parameters_that_the_plan_predicts(
+    ranks: list[dict[str, Any]], kind: str, where: str
+) -> None:
+    """Half of divided layers, and of all parameters if they are sharded; where they are gathered, that is added."""
+    found = ranks[0][kind]["places"]
+    modules = {module.name: module for module in ranks[0][kind]["plan"].deployment.work.modules}
+    division = {"tensor": 1, "is_sharded": False, **work.DIVISIONS[where]}
+    for name, num_bytes in found[where]["bytes"].items():
+        whole = found["data parallel"]["bytes"][name]
+        modes = [mode for mode in modules[name].modes if mode.key.items() >= division.items()]
+        assert len(modes) == 1 and whole * 0.5 <= num_bytes <= whole * (1.0 if where == "data parallel" else 0.9)
+        copies = 1 if name == "frozen" else 4  # gradients and two states of the optimizer
+        if where == "sharded":
+            assert modes[0].gradient_bytes == 0 and modes[0].state_bytes > copies * num_bytes
+        else:
+            assert modes[0].gradient_bytes == (0 if name == "frozen" else num_bytes)
+            assert modes[0].state_bytes == copies * num_bytes
+
+
+def test_four_ranks_are_replicas_that_are_divided(tmp_path: Path) -> None:
+    """And modules on other halves of them; with two backwards per step."""
+    store = open_store()
+    patience = 2 * work.PATIENCE.total_seconds()
+    start_ranks(work.run_one_of_four, (store.port, tmp_path), work.__name__, 4, patience, tmp_path)
+    seen = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    for rank in seen:
+        for name in work.FOUR:
+            torch.testing.assert_close(rank[name][0], rank[""][0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(rank[name][1], dict(rank[""][1]), rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(rank[name][1], seen[0][name][1], rtol=0, atol=0)
 
 
 def test_both_ranks_have_one_plan_with_the_graph_of_the_model(ranks: list[dict[str, Any]]) -> None:
@@ -98,9 +130,12 @@ def test_gradients_accumulate(ranks: list[dict[str, Any]]) -> None:
         ("memory", "InfeasiblePlanError: no placement of 3 modules on 2 devices keeps the memory of 1000 bytes"),
         ("twice", "DeploymentError: a plan has been applied to this model"),
         ("other model", "DeploymentError: the plan is for another model: there is no module 'pair'"),
-        ("small batch", "DeploymentError: module 'pair' got 1 samples for 2 devices"),
+        ("small batch", "DeploymentError: module 'pair' got 1 samples for 2 replicas"),
         ("tied", "DeploymentError: 'text' and 'image' share a parameter"),
-        ("batch norm", "ConfigError: module 'image' cannot have 2 devices with 1 units"),
+        ("batch norm", "ConfigError: module 'image' cannot have 2 devices with 1 units from"),
+        ("no pairs", "ConfigError: module 'text' cannot have 2 devices with 1 units, 2 per replica from device 0 on"),
+        ("random", "DeploymentError: module 'image' draws random numbers, which would differ among 2 devices per"),
+        ("no layer", "DeploymentError: the plan divides image.2.up over 2 devices: expected a linear layer whose size"),
     ],
 )
 def test_mistakes_are_errors_on_both_ranks(ranks: list[dict[str, Any]], name: str, text: str) -> None:
@@ -122,7 +157,7 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
         towers, batch, mesh=4, loss_fn=work.diagonal_loss, link=Link(1e-5, 1e10), modules=["image", "text"], seconds=1
     )
     assert str(plan).startswith("deployment on 4 devices of ") and " simulated: " in str(plan)
-    sizes = {module.name: [size for size, _ in module.groups] for module in plan.deployment.work.modules}
+    sizes = {module.name: [mode.devices for mode in module.modes] for module in plan.deployment.work.modules}
     assert sizes == {"image": [1, 2, 4], "text": [1], "code between the modules": [4]}
     torch.testing.assert_close(towers.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -137,11 +172,14 @@ def test_what_a_small_module_passes_on_is_read_too() -> None:
     chain.forward = lambda image, text: chain.reader(chain.small(chain.encoder(image))) @ text.T  # type: ignore[method-assign]
     batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
     trace = trace_step(chain, batch, work.diagonal_loss, ["encoder", "reader", "small"])
-    pieces = pieces_of(chain, batch, work.diagonal_loss, trace, 2, 2)
-    times = {key: (10, 20) if key in (("small", 1), ("small", 2)) else (1000, 2000) for key in pieces}
     cluster = EqualDevices(devices=2, units=1, memory_bytes=None, link=Link(1e-5, 1e10))
+    copies = copies_of(trace, cluster, None)
+    pieces = pieces_of(chain, batch, work.diagonal_loss, trace, copies, 2)
+    times = {key: (10, 20) if "small" in key else (1000, 2000) for key in pieces}  # type: ignore[operator]
     shares = {
-        share: {call.name: call.inputs for call in work_of(chain, trace, times, cluster, 2, least_share=share).calls}
+        share: {
+            call.name: call.inputs for call in work_of(chain, trace, times, copies, cluster, 2, least_share=share).calls
+        }
         for share in (0.02, 0.0)
     }
     assert shares == {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,12 +18,14 @@ from apollo_compile.passes.deploy import (
     Deployment,
     DeviceGroup,
     EqualDevices,
+    GroupMode,
     ModuleCall,
     ModuleState,
     StepWork,
     deploy_on,
     group_sizes,
     plan_deployment,
+    replicated,
 )
 
 LINK = Link(1e-6, 1e9)
@@ -56,8 +60,13 @@ def divided(name: str, work: int, devices: int = 2, inputs: tuple[str, ...] = ()
 
 def state(name: str, num_bytes: int = 1000, *, devices: int = 2) -> ModuleState:
     """Return a module on 1, 2, 4, ... devices with four tensors per parameter."""
-    groups = tuple((size, 1) for size in group_sizes(devices))
-    return ModuleState(name=name, groups=groups, state_bytes=4 * num_bytes, gradient_bytes=num_bytes)
+    groups = [(size, 1) for size in group_sizes(devices)]
+    return replicated(name, groups, state_bytes=4 * num_bytes, gradient_bytes=num_bytes)
+
+
+def change(module: ModuleState, **values: int) -> ModuleState:
+    """Return a module with other values in all of its modes."""
+    return replace(module, modes=tuple(replace(mode, **values) for mode in module.modes))  # type: ignore[arg-type]
 
 
 def towers(image: int, text: int, num_bytes: int = 1000) -> StepWork:
@@ -66,7 +75,7 @@ def towers(image: int, text: int, num_bytes: int = 1000) -> StepWork:
         modules=(
             state("image", num_bytes),
             state("text", num_bytes),
-            ModuleState(name="loss", groups=((2, 1),), state_bytes=0, gradient_bytes=0),
+            replicated("loss", [(2, 1)], state_bytes=0, gradient_bytes=0),
         ),
         calls=(
             call("image", image, image // 2, sent=500),
@@ -105,8 +114,7 @@ def test_updates_of_the_optimizer_take_time_on_every_device_of_a_group() -> None
     """Which is a reason to give towers a device each."""
     work = towers(100_000, 60_000)
     assert groups_of(plan_deployment(work, cluster(2), seconds=3))["image"] == (0, 2)
-    modules = tuple(replace(module, update_ns=100_000) for module in work.modules[:2])
-    slow = replace(work, modules=(*modules, work.modules[2]))
+    slow = replace(work, modules=(*(change(each, update_ns=100_000) for each in work.modules[:2]), work.modules[2]))
     assert groups_of(plan_deployment(slow, cluster(2), seconds=3))["image"][1] == 1
 
 
@@ -127,7 +135,7 @@ def test_a_measured_plan_differs_from_data_parallelism_only_where_it_is_clearly_
 def test_a_frozen_module_sums_nothing() -> None:
     """Its group has no bar for that."""
     work = towers(100_000, 100_000, 100_000)
-    frozen = replace(work, modules=(replace(work.modules[0], gradient_bytes=0), *work.modules[1:]))
+    frozen = replace(work, modules=(change(work.modules[0], gradient_bytes=0), *work.modules[1:]))
     plan = plan_deployment(frozen, cluster(2), seconds=3)
     assert {bar.module for bar in plan.bars if bar.kind == "sum"} <= {"text"}
     assert plan.baselines[0].step_ns < plan_deployment(work, cluster(2), seconds=3).baselines[0].step_ns
@@ -182,6 +190,42 @@ def test_memory_may_forbid_data_parallelism() -> None:
     assert plan.step_ns > plan.baselines[0].step_ns
 
 
+def one(*modes: GroupMode, forward: Sequence[int]) -> StepWork:
+    """Return a step of one module in some modes, with its forward in each."""
+    return StepWork(modules=(ModuleState(name="model", modes=modes),), calls=(call("model", *forward),))
+
+
+ALONE = GroupMode(devices=1, units=1, state_bytes=8_000, gradient_bytes=2_000)
+REPLICAS = GroupMode(devices=4, units=1, state_bytes=8_000, gradient_bytes=2_000)
+LAYERS = GroupMode(devices=4, units=1, tensor=2, state_bytes=4_000, gradient_bytes=1_000)
+SHARDS = GroupMode(devices=4, units=1, is_sharded=True, state_bytes=3_000, gradient_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("memory", "slower", "best"),
+    [(None, 0, LAYERS), (None, 9_000, REPLICAS), (5_000, 9_000, LAYERS), (4_000, 0, SHARDS)],
+)
+def test_how_a_group_divides_a_module_is_a_choice(memory: int | None, slower: int, best: GroupMode) -> None:
+    """By time, with the sum over replicas of what each device has, and by memory, with activations of its samples."""
+    times = (100_000, 25_000, 25_000 + slower, 60_000)
+    plan = plan_deployment(one(ALONE, REPLICAS, LAYERS, SHARDS, forward=times), cluster(4, memory), seconds=3)
+    assert plan.groups[0].key == best.key
+    sums = {REPLICAS: 2 * 3 * (1_000 + 500), LAYERS: 2 * (1_000 + 500), SHARDS: 0}[best]
+    own = times[[ALONE, REPLICAS, LAYERS, SHARDS].index(best)]
+    assert plan.step_ns == 3 * own + sums
+    assert plan.memory_bytes == (best.state_bytes + 100 * best.tensor // 4,) * 4
+    assert plan.baselines[0].groups[0].key == REPLICAS.key
+
+
+@pytest.mark.parametrize("wrong", [{"devices": 3}, {"is_sharded": True}])
+def test_a_division_that_cannot_be_is_an_error(wrong: dict[str, Any]) -> None:
+    """That says what is expected."""
+    with pytest.raises(
+        ConfigError, match=r"'model' may have .* devices: expected .* multiples of those per replica, with"
+    ):
+        plan_deployment(one(replace(LAYERS, **wrong), forward=(10,)), cluster(4), seconds=1)
+
+
 def test_given_groups_are_predicted_like_planned_ones() -> None:
     """Also in another order."""
     work = towers(100_000, 60_000)
@@ -203,7 +247,7 @@ def test_given_groups_are_predicted_like_planned_ones() -> None:
         ),
         (
             DeviceGroup(module="image", first=0, devices=1, units=2),
-            "a number of devices out of 1 with 1 units, 2 with 1",
+            "a number of devices out of 1 with 1 units; 2 with 1",
         ),
         (
             DeviceGroup(module="vision", first=0, devices=1, units=1),
@@ -237,8 +281,11 @@ def test_given_groups_keep_the_memory_too() -> None:
         ({"inputs": ("audio",)}, "call 'text' reads 'audio', which is no call before it"),
         ({"module": "audio"}, "call 'text' of module 'audio': expected a known module"),
         ({"name": "image"}, "call 'image' of module 'text': expected a known module, and a new name"),
-        ({"forward_ns": (10,)}, "call 'text' has 1 times of forward and 2 of backward: expected one for each of 2"),
-        ({"module": "image"}, "module 'text' may have .* up to 2, and a call of it"),
+        (
+            {"forward_ns": (10,)},
+            "call 'text' has 1 times of forward and 2 of backward: expected one for each of 2 modes",
+        ),
+        ({"module": "image"}, "module 'text' may have .* up to 2, .* and a call of it"),
         ({}, "module 'image' may have \\[1, 2, 4\\] devices: expected some numbers up to 2"),
     ],
 )

@@ -5,8 +5,9 @@
 Every rank runs the model's own code with the whole batch. A module with a group is computed by the ranks of its group
 only, each with its share of the samples; then every rank has the whole output, so that the code between modules and the
 loss, which all ranks run alike, need not be changed. In the backward, a rank takes its share of the gradient of the
-output, gradients of parameters are summed over the group, and gradients of inputs go to every rank. So losses and
-gradients are those of one process.
+output, gradients of parameters are summed over the replicas, and gradients of inputs go to every rank. So losses and
+gradients are those of one process. The ranks of a replica have equal samples, outputs and gradients: DTensor divides
+linear layers among them. FSDP2 shards the state of a module over its group.
 
 Note [Order of transfers]
     Transfers are collectives of all ranks. They begin in the order of the model's code, and in the backward in reverse
@@ -18,16 +19,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from apollo_compile.distributed.deploy.pairs import random_states
 from apollo_compile.errors import DeploymentError
-from apollo_compile.passes.deploy import REST, Deployment
+from apollo_compile.passes.deploy import REST, Deployment, DeviceGroup, LinearPair
 from apollo_compile.torch_bridge.trees import flatten, map_tensors
 
 
@@ -74,43 +80,119 @@ def arrived(tree: Any) -> Any:
     return map_tensors(wait, tree)
 
 
-@dataclass(eq=False)
-class _Placed:
-    """A module that a group of ranks computes."""
+class Subgroups:
+    """Process groups of some ranks of a group."""
 
-    name: str
-    module: nn.Module
-    ranks: range
-    """Ranks of its group."""
-    everyone: dist.ProcessGroup
-    group: dist.ProcessGroup | None
-    """Its group, if there are several ranks in it and this is one of them."""
-    rank: int
-    device: torch.device
-    is_inside: bool = False
-    known: dict[Any, Any] = field(default_factory=dict)
-    """Outputs by inputs, with `_Leaf` in place of tensors."""
+    def __init__(self, everyone: dist.ProcessGroup) -> None:
+        self.everyone, self.rank, self.size = everyone, dist.get_rank(everyone), dist.get_world_size(everyone)
+        self._ranks, self._made = dist.get_process_group_ranks(everyone), dict[range, dist.ProcessGroup]()
 
-    def __post_init__(self) -> None:
-        """Remember the module's own forward."""
-        self.original = self.module.forward
+    def of(self, lines: Sequence[range]) -> dist.ProcessGroup | None:
+        """Return the group of the line that has this rank; None if that is no other rank. All ranks call it alike."""
+        for line in lines:
+            if len(line) > 1 and line not in self._made:
+                self._made[line] = dist.new_group([self._ranks[each] for each in line])
+        return next((self._made[line] for line in lines if self.rank in line and len(line) > 1), None)
 
-    @property
-    def is_member(self) -> bool:
-        """Whether this rank computes it."""
-        return self.rank in self.ranks
+
+class DividedModule:
+    """A module on this rank, which computes its part of what a group of ranks does."""
+
+    def __init__(
+        self, module: nn.Module, group: DeviceGroup, pairs: Sequence[LinearPair], subgroups: Subgroups
+    ) -> None:
+        self.module, self.group, self.subgroups = module, group, subgroups
+        ranks, step = group.range, group.tensor
+        self.is_member = subgroups.rank in ranks
+        self.device = next((each.device for each in module.state_dict().values()), torch.device("cpu"))
+        self.heads = ranks[::step]
+        """First ranks of the replicas."""
+        replica = subgroups.of([ranks[first : first + step] for first in range(0, len(ranks), step)])
+        self.peers = subgroups.of([ranks[index::step] for index in range(step)])
+        """Ranks with the same part of every replica, if there are several and this is one of them."""
+        self._call: nn.Module = module
+        if replica is not None:
+            styles: dict[str, ParallelStyle] = {}
+            for pair in pairs:
+                if pair.degree >= step:
+                    styles |= {**dict.fromkeys(pair.columns, ColwiseParallel()), pair.row: RowwiseParallel()}
+            mesh = DeviceMesh.from_group(replica, self.device.type)
+            parallelize_module(module, mesh, styles, src_data_rank=None)
+        elif group.is_sharded and self.peers is not None:
+            mesh = DeviceMesh.from_group(self.peers, self.device.type)
+            self._call = _Whole(module)  # so that gathering is inside of the module's calls
+            for unit in (*units_of(module), self._call):
+                sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+                sharded.set_gradient_divide_factor(1.0)  # a sum, as of replicas
+                sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+    def compute(self, args: Sequence[Any], kwargs: dict[str, Any], *, sums: bool = True) -> Any:
+        """Run the module; the backward sums gradients over the replicas.
+
+        Raises:
+            DeploymentError: ranks of a replica would draw different random numbers.
+        """
+        names = [name for name, each in self.module.named_parameters() if each.requires_grad]
+        before = random_states(self.device) if self.group.tensor > 1 else []
+        if self.peers is None or self.group.is_sharded or not (sums and names and torch.is_grad_enabled()):
+            found = self._call(*args, **kwargs)
+        else:
+            own = [self.module.get_parameter(name) for name in names]
+            parts = [each.to_local() if isinstance(each, DTensor) else each for each in own]
+            summed = list(_SumGradients.apply(self.peers, *parts))  # type: ignore[no-untyped-call]
+            for index, each in enumerate(own):
+                if isinstance(each, DTensor):
+                    summed[index] = DTensor.from_local(summed[index], each.device_mesh, each.placements)
+            found = torch.func.functional_call(self.module, dict(zip(names, summed, strict=True)), tuple(args), kwargs)
+        if before and not all(map(torch.equal, before, random_states(self.device))):
+            raise DeploymentError(
+                f"module {self.group.module!r} draws random numbers, which would differ among {self.group.tensor} "
+                "devices per replica: plan again with the model in the mode in which it trains, or move the module"
+            )
+        # The last layer may have left the sum of its parts under way: a copy of that waits.
+        return map_tensors(lambda each: each if type(each) is torch.Tensor else each.clone(), found)
+
+
+class _Whole(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def units_of(module: nn.Module) -> list[nn.Module]:
+    """Return the layers whose parameters are gathered one after the other; the rest of a module is one more unit."""
+    found: list[nn.Module] = []
+    for each in module.children():  # a list of layers is not called, but they are
+        is_layer = isinstance(module, nn.Sequential | nn.ModuleList) and not isinstance(each, nn.ModuleList)
+        found += ([each] if any(True for _ in each.parameters()) else []) if is_layer else units_of(each)
+    return found
+
+
+class _Placed(DividedModule):
+    """A module that a group of ranks computes for all."""
+
+    def __init__(
+        self, module: nn.Module, group: DeviceGroup, pairs: Sequence[LinearPair], subgroups: Subgroups
+    ) -> None:
+        super().__init__(module, group, pairs, subgroups)
+        self.original, self.is_inside = module.forward, False
+        self.known: dict[Any, Any] = {}
+        """Outputs by inputs, with `_Leaf` in place of tensors."""
 
     def part(self, whole: Any, rank: int) -> Any:
         """Return the samples of a rank of the group."""
-        if len(self.ranks) == 1:
+        if len(self.heads) == 1:
             return whole
-        index, count, samples = rank - self.ranks.start, len(self.ranks), len(whole)
+        index, count, samples = (rank - self.group.first) // self.group.tensor, len(self.heads), len(whole)
         return whole[samples * index // count : samples * (index + 1) // count]
 
     def share(self, whole: torch.Tensor) -> list[dist.Work]:
         """Begin to send the parts of a contiguous tensor to all ranks."""
-        parts = [(rank, self.part(whole, rank)) for rank in self.ranks]
-        return [_broadcast(part, self.everyone, rank) for rank, part in parts]
+        parts = [(rank, self.part(whole, rank)) for rank in self.heads]
+        return [_broadcast(part, self.subgroups.everyone, rank) for rank, part in parts]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module, or receive its output."""
@@ -119,10 +201,10 @@ class _Placed:
         leaves, structure, build = flatten((arrived(args), arrived(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         samples = next((each.shape[0] for each in tensors if each.dim()), 0)
-        if samples < len(self.ranks):
+        if samples < len(self.heads):
             raise DeploymentError(
-                f"module {self.name!r} got {samples} samples for {len(self.ranks)} devices; expected at least one per "
-                "device: give larger batches, or move the module to fewer devices"
+                f"module {self.group.module!r} got {samples} samples for {len(self.heads)} replicas; expected at least "
+                "one for each: give larger batches, or move the module to fewer devices"
             )
         has_gradients = torch.is_grad_enabled()
         token = torch.zeros((), device=tensors[0].device, requires_grad=has_gradients)
@@ -138,13 +220,17 @@ class _Placed:
         if self.is_member:
             own_args, own_kwargs = build(
                 [
-                    self.part(leaf, self.rank)
+                    self.part(leaf, self.subgroups.rank)
                     if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (samples,)
                     else leaf
                     for leaf in leaves
                 ]
             )
-            made = self._compute(own_args, own_kwargs)
+            self.is_inside = True
+            try:
+                made = self.compute(own_args, own_kwargs)
+            finally:
+                self.is_inside = False
         key = (structure, tuple((tuple(t.shape), t.dtype) for t in tensors), has_gradients, len(moving))
         specs, _, rebuild = flatten(self._describe(key, made, samples))
         sent = [index for index, spec in enumerate(specs) if isinstance(spec, _Leaf)]
@@ -157,36 +243,23 @@ class _Placed:
             specs[index] = arriving(result, [work.wait for work in pending])
         return rebuild(specs)
 
-    def _compute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the module; the backward sums gradients over the group."""
-        self.is_inside = True
-        try:
-            names = [name for name, each in self.module.named_parameters() if each.requires_grad]
-            if self.group is None or not names or not torch.is_grad_enabled():
-                return self.module(*args, **kwargs)
-            own = [self.module.get_parameter(name) for name in names]
-            summed = _SumGradients.apply(self.group, *own)  # type: ignore[no-untyped-call]
-            return torch.func.functional_call(self.module, dict(zip(names, summed, strict=True)), tuple(args), kwargs)
-        finally:
-            self.is_inside = False
-
     def _describe(self, key: Any, made: Any, samples: int) -> Any:
         """Return the output with `_Leaf` in place of tensors; the first rank of the group tells the others, once."""
         if key not in self.known:
-            first, is_divided = self.ranks.start, len(self.ranks) > 1
+            first, is_divided = self.group.first, len(self.heads) > 1
             count = len(self.part(range(samples), first))
 
             def describe(tensor: torch.Tensor) -> _Leaf:
                 shape = tuple(tensor.shape)
                 if is_divided and shape[:1] != (count,):
                     raise DeploymentError(
-                        f"module {self.name!r} returned a tensor of shape {shape} for {count} samples, so its "
+                        f"module {self.group.module!r} returned a tensor of shape {shape} for {count} samples, so its "
                         "samples cannot be divided over devices; move it to one device"
                     )
                 return _Leaf((samples, *shape[1:]) if is_divided else shape, tensor.dtype, tensor.requires_grad)
 
-            told = [map_tensors(describe, made) if self.rank == first else None]
-            dist.broadcast_object_list(told, group=self.everyone, group_src=first)
+            told = [map_tensors(describe, made) if self.subgroups.rank == first else None]
+            dist.broadcast_object_list(told, group=self.subgroups.everyone, group_src=first)
             self.known[key] = told[0]
         return self.known[key]
 
@@ -215,12 +288,12 @@ class _Enter(torch.autograd.Function):
             whole = torch.empty(shape, dtype=dtype, device=placed.device)
             if placed.is_member:
                 whole.copy_(grad)
-            if len(placed.ranks) == 1 or shape[:1] == (ctx.samples,):
+            if len(placed.heads) == 1 or shape[:1] == (ctx.samples,):
                 works += placed.share(whole)
-            else:  # every rank of the group has a part of the sum
+            else:  # every replica has a part of the sum
                 if placed.is_member:
-                    dist.all_reduce(whole, group=placed.group)
-                works.append(_broadcast(whole, placed.everyone, placed.ranks.start))
+                    dist.all_reduce(whole, group=placed.peers)
+                works.append(_broadcast(whole, placed.subgroups.everyone, placed.group.first))
             found.append(whole)
         for work in works:
             work.wait()
@@ -246,7 +319,7 @@ class _Leave(torch.autograd.Function):
         for spec, value in zip(specs, values, strict=True):
             whole = torch.empty(spec.shape, dtype=spec.dtype, device=token.device)
             if value is not None:
-                placed.part(whole, placed.rank).copy_(value)
+                placed.part(whole, placed.subgroups.rank).copy_(value)
             works.append(placed.share(whole))
             found.append(whole)
         ctx.mark_non_differentiable(
@@ -259,7 +332,10 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Return the gradients of this rank's outputs."""
         placed = ctx.placed
-        own = [placed.part(grad, placed.rank) if placed.is_member and grad is not None else None for grad in grads]
+        own = [
+            placed.part(grad, placed.subgroups.rank) if placed.is_member and grad is not None else None
+            for grad in grads
+        ]
         return None, None, None, torch.zeros((), device=placed.device), *own
 
 
@@ -299,8 +375,7 @@ def apply_deployment(deployment: Deployment, model: nn.Module, everyone: dist.Pr
     Raises:
         DeploymentError: the plan is for another number of devices or another model.
     """
-    size, rank = dist.get_world_size(everyone), dist.get_rank(everyone)
-    if size != deployment.cluster.devices:
+    if (size := dist.get_world_size(everyone)) != deployment.cluster.devices:
         raise DeploymentError(
             f"the plan is for {deployment.cluster.devices} devices, and there are {size} ranks; plan again with deploy"
         )
@@ -310,21 +385,19 @@ def apply_deployment(deployment: Deployment, model: nn.Module, everyone: dist.Pr
     modules = dict(model.named_modules())
     if unknown := [group.module for group in groups if group.module not in modules]:
         raise DeploymentError(f"the plan is for another model: there is no module {unknown[0]!r}")
-    all_ranks = dist.get_process_group_ranks(everyone)
-    made: dict[range, dist.ProcessGroup | None] = {}
+    pairs_of = {each.name: each.pairs for each in deployment.work.modules}
+    for own in (group.module for group in groups if group.tensor > 1):
+        for name, axis, degree in [(n, n == p.row, p.degree) for p in pairs_of[own] for n in (*p.columns, p.row)]:
+            layer = modules.get(f"{own}.{name}")
+            if not (isinstance(layer, nn.Linear) and layer.weight.shape[axis] % degree == 0):
+                raise DeploymentError(
+                    f"the plan divides {own}.{name} over {degree} devices: expected a linear layer whose size is a "
+                    f"multiple of that, got {layer}; plan again with deploy"
+                )
+    subgroups = Subgroups(everyone)
     for group in groups:
-        module, ranks = modules[group.module], group.range
-        if ranks not in made:  # in one order on all ranks
-            made[ranks] = dist.new_group([all_ranks[each] for each in ranks]) if len(ranks) > 1 else None
-        placed = _Placed(
-            name=group.module,
-            module=module,
-            ranks=ranks,
-            everyone=everyone,
-            group=made[ranks] if rank in ranks else None,
-            rank=rank,
-            device=next((each.device for each in module.state_dict().values()), torch.device("cpu")),
-        )
+        module = modules[group.module]
+        placed = _Placed(module, group, pairs_of[group.module], subgroups)
         if not placed.is_member:
             module.to_empty(device="meta")
         module.forward = placed.run
@@ -336,9 +409,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state of all modules of a model with a plan, on every rank; all ranks call it."""
     state = {name: value.detach() for name, value in model.state_dict().items()}
     for placed in _placed.get(model, ()):
-        for name in (f"{placed.name}.{own}" for own in placed.module.state_dict()):
-            if state[name].is_meta:
-                state[name] = torch.empty_like(state[name], device=placed.device)
-            state[name] = state[name].contiguous()
-            _broadcast(state[name], placed.everyone, placed.ranks.start).wait()
+        for name in (f"{placed.group.module}.{own}" for own in placed.module.state_dict()):
+            value = state[name]
+            if isinstance(value, DTensor):  # its ranks collect it
+                value = value.full_tensor()
+            state[name] = torch.empty_like(value, device=placed.device) if value.is_meta else value.contiguous()
+            _broadcast(state[name], placed.subgroups.everyone, placed.group.first).wait()
     return state

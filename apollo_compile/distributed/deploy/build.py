@@ -3,22 +3,25 @@
     deploy(model, batch, mesh=..., loss_fn=...) -> DeploymentPlan
 
     trace_step(model, batch, loss_fn, names) -> Trace       which modules read whose outputs
-    measure(model, pieces, group, device) -> times         of every module, forward and backward
+    copies_of(trace, cluster, subgroups) -> copies          of every module, divided in every way that has its numbers
+    measure(pieces, group, device) -> times                 of every module, forward and backward
     work_of(model, trace, times, cluster, ...) -> StepWork  what the planner gets
 
 Every module is timed alone, with the samples that a device of each size of group would have, on all ranks at the same
-time; the slowest rank counts. The code between the modules runs on every rank with the whole batch. The first rank
-plans, and all ranks get its plan.
+time; the slowest rank counts. Where there is a mesh, copies whose layers or state the ranks divide are timed too, with
+their collectives. The code between the modules runs on every rank with the whole batch. The first rank plans for all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import logging
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,16 +29,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.distributed.deploy.apply import arrived, arriving
+from apollo_compile.distributed.deploy.apply import DividedModule, Subgroups, arrived, arriving, units_of
+from apollo_compile.distributed.deploy.pairs import are_equal, find_pairs
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
+from apollo_compile.distributed.link import measure_link
 from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.passes.deploy import (
     REST,
     Deployment,
+    DeviceGroup,
+    Division,
     EqualDevices,
+    GroupMode,
+    LinearPair,
     ModuleCall,
     ModuleState,
     StepWork,
@@ -45,6 +55,8 @@ from apollo_compile.passes.deploy import (
 from apollo_compile.torch_bridge.stopwatch import Stopwatch
 from apollo_compile.torch_bridge.trees import leaves_of, map_tensors
 
+_logger = logging.getLogger(__name__)
+
 LEAST_SHARE = 0.02
 """Share of the time of all modules below which a child of the model stays with the code between them."""
 
@@ -53,9 +65,6 @@ WARM_UPS, LEAST, MOST, BUDGET_S = 2, 5, 25, 0.2
 
 WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules whose result for a sample depends on the others, so that samples are not divided."""
-
-MESSAGES = (1 << 10, 1 << 22)
-"""Bytes of the sums that measure the link."""
 
 
 def deploy(
@@ -93,29 +102,22 @@ def deploy(
     size = mesh if isinstance(mesh, int) else dist.get_world_size(group)
     if isinstance(mesh, int) and link is None:
         raise DeploymentError("a simulation on a number of devices needs a link: pass link=Link(latency, bandwidth)")
-    names = _names_of(model, modules)
     with _unchanged(model):
-        trace = trace_step(model, batch, loss_fn, names)
+        trace = trace_step(model, batch, loss_fn, _names_of(model, modules))
         device = trace.device
-        pieces = pieces_of(model, batch, loss_fn, trace, size, optimizer_states)
-        times = measure(model, pieces, group, device)
         if link is None:
-            link = _measure_link(group, device) if size > 1 else Link(0.0, 1.0)
-        is_cuda = device.type == "cuda"
-        cluster = EqualDevices(
-            devices=size,
-            units=torch.cuda.get_device_properties(device).multi_processor_count
-            if is_cuda
-            else torch.get_num_threads(),
-            memory_bytes=memory,
-            link=link,
-            is_measured=not isinstance(mesh, int),
-        )
+            link = measure_link(lambda each: dist.all_reduce(each, group=group), 2 * (size - 1), group, device)
+        units = torch.get_num_threads()
+        if device.type == "cuda":
+            units = torch.cuda.get_device_properties(device).multi_processor_count
+        cluster = EqualDevices(devices=size, units=units, memory_bytes=memory, link=link, is_measured=group is not None)
+        copies = copies_of(trace, cluster, None if group is None else Subgroups(group))
+        times = measure(pieces_of(model, batch, loss_fn, trace, copies, optimizer_states), group, device)
         plan: list[Any] = [None]
         if group is None or dist.get_rank(group) == 0:
             try:
-                least_share = LEAST_SHARE if modules is None else 0.0
-                work = work_of(model, trace, times, cluster, optimizer_states, least_share=least_share)
+                least = LEAST_SHARE if modules is None else 0.0
+                work = work_of(model, trace, times, copies, cluster, optimizer_states, least_share=least)
                 plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
             except ApolloError as error:
                 plan = [error]
@@ -203,6 +205,7 @@ class CallTrace:
     samples: int
     device: torch.device
     calls: list[_Record] = field(default_factory=list)
+    pairs: dict[str, tuple[LinearPair, ...]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     """Calls whose outputs have been read so far."""
 
@@ -245,7 +248,7 @@ def _record(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward(*args, **kwargs)
-    own_args, own_kwargs = map_tensors(_leaf_like, (args, kwargs))
+    own_args, own_kwargs = map_tensors(lambda each: _leaf_like(each, each), (args, kwargs))
     record = _Record(
         name=f"{name}#{count}" if count else name,
         module_name=name,
@@ -264,8 +267,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [each for each in leaves_of(tree) if isinstance(each, torch.Tensor)]
 
 
-def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(like.requires_grad)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -277,16 +280,79 @@ def _call(model: nn.Module, batch: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- times
 
 
+class ModuleCopy(NamedTuple):
+    """A module whose layers or state are divided, or as it is, and how to call it."""
+
+    module: nn.Module
+    run: Callable[[Sequence[Any], dict[str, Any]], Any]
+
+
+Copies = Mapping[str, Mapping[Division, ModuleCopy]]
+"""By name of the module."""
+
+
+def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | None) -> Copies:
+    """Return a copy for each division in which a module computes what it does alone, and add pairs to the trace.
+
+    All ranks of the subgroups call it; without them there are plain replicas only.
+    """
+    found: dict[str, dict[Division, ModuleCopy]] = {}
+    sizes, units = group_sizes(cluster.devices), cluster.units
+    degrees = [size for size in sizes if subgroups is not None and size > 1 and not size & (size - 1)]
+    for name, module in {call.module_name: call.module for call in trace.calls}.items():
+        calls = [call for call in trace.calls if call.module_name == name]
+        trace.pairs[name] = find_pairs(module, calls[0].args, calls[0].kwargs, max(degrees, default=1))
+        most = max((pair.degree for pair in trace.pairs[name]), default=1)
+        ways = [Division(devices=size, units=units) for size in sizes]
+        ways += [Division(devices=n, units=units, tensor=t) for n in sizes for t in degrees if t <= most and n % t == 0]
+        ways += [Division(devices=n, units=units, is_sharded=True) for n in sizes if degrees and n > 1]
+        ways = [way for way in ways if all(_is_divisible(call, trace.samples, way) for call in calls)]
+        whole = ModuleCopy(module, lambda args, kwargs, own=module: own(*args, **kwargs))  # type: ignore[misc]
+        found[name] = {way: whole for way in ways if not way.kind}
+        for way in ways:
+            if subgroups and way.kind and (copied := _divide(calls, way, trace, subgroups)):
+                found[name][way] = copied
+    return found
+
+
+def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups: Subgroups) -> ModuleCopy | None:
+    """Return this rank's part of a module for every group of devices; None, on all ranks, if it cannot run so."""
+    name, module, problem = calls[0].module_name, calls[0].module, ""
+    found = ModuleCopy(nn.Identity(), lambda *_: ())  # of a rank without a group
+    try:
+        for first in range(0, subgroups.size - way.devices + 1, way.devices):
+            group = DeviceGroup(module=name, first=first, **way.key)
+            is_mine = subgroups.rank in group.range
+            own = copy.deepcopy(module) if is_mine else module
+            divided = DividedModule(own, group, trace.pairs[name], subgroups)
+            if is_mine:
+                found = ModuleCopy(own, functools.partial(divided.compute, sums=False))
+        for call in calls if found.module is not module else ():
+            args, kwargs = _first_part((call.args, call.kwargs), trace.samples, way)
+            with torch.no_grad():
+                output = found.run(args, kwargs)
+                if way.tensor > 1 and output != () and not are_equal(output, module(*args, **kwargs)):
+                    problem = "its parts do not sum to its output"
+    except Exception as error:  # of any code; all ranks do without this division
+        problem = f"{type(error).__name__}: {error}"
+    problems = [""] * subgroups.size
+    dist.all_gather_object(problems, problem, group=subgroups.everyone)
+    if any(problems):
+        _logger.info("module %r cannot have devices %s: %s", name, way, max(problems))
+    return None if any(problems) else found
+
+
 class TimedPiece(NamedTuple):
     """Work to time: a forward, and the backward of what it returns."""
 
+    module: nn.Module
     work: Callable[[], Any]
     is_alone: bool
     """Whether a rank would run it alone; else the slowest rank of every repetition counts."""
 
 
 Times = Mapping[Hashable, tuple[int, int]]
-"""Nanoseconds of forward and backward: of `REST`, the whole step; of (call, devices); of ("update", module)."""
+"""Nanoseconds of forward and backward: of `REST`, the whole step; of (call, way); of ("update", module)."""
 
 
 def pieces_of(
@@ -294,18 +360,18 @@ def pieces_of(
     batch: Any,
     loss_fn: Callable[[Any], torch.Tensor],
     trace: CallTrace,
-    size: int,
+    copies: Copies,
     optimizer_states: int,
 ) -> dict[Hashable, TimedPiece]:
-    """Return what is timed: the step, calls by name and number of devices that divide the samples, updates."""
-    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(lambda: loss_fn(_call(model, batch)), is_alone=True)}
+    """Return what is timed: the step, calls by name and division, updates."""
+    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(model, lambda: loss_fn(_call(model, batch)), is_alone=True)}
     for record in trace.calls:
-        pieces["update", record.module_name] = TimedPiece(_update_of(record.module, optimizer_states), is_alone=True)
-        for devices in group_sizes(size):
-            if devices == 1 or _is_divisible(record, trace.samples, devices):
-                args, kwargs = _first_part((record.args, record.kwargs), trace.samples, devices)
-                work = functools.partial(record.module, *args, **kwargs)
-                pieces[record.name, devices] = TimedPiece(work, is_alone=devices == 1)
+        for way, copied in copies[record.module_name].items():
+            args, kwargs = _first_part((record.args, record.kwargs), trace.samples, way)
+            work = functools.partial(copied.run, args, kwargs)
+            pieces[record.name, way] = TimedPiece(copied.module, work, is_alone=way.devices == 1)
+    for module in dict.fromkeys(own.module for ways in copies.values() for own in ways.values()):
+        pieces["update", module] = TimedPiece(module, _update_of(module, optimizer_states), is_alone=True)
     return pieces
 
 
@@ -321,29 +387,23 @@ def _update_of(module: nn.Module, optimizer_states: int) -> Callable[[], Any]:
     return optimizer.step
 
 
-def _is_divisible(record: _Record, samples: int, devices: int) -> bool:
-    """Return whether samples of a call can be on several devices, with the same result."""
-    inputs = _tensors((record.args, record.kwargs))
-    return (
-        samples % devices == 0
+def _is_divisible(record: _Record, samples: int, division: Division) -> bool:
+    """Return whether samples of a call can be on several replicas, with the same result."""
+    inputs, replicas = _tensors((record.args, record.kwargs)), division.devices // division.tensor
+    return replicas == 1 or (
+        samples % replicas == 0
         and not any(isinstance(each, WITH_STATISTICS) for each in record.module.modules())
         and all(each.shape[:1] == (samples,) for each in (*inputs[:1], *record.outputs))
         and bool(inputs)
     )
 
 
-def _first_part(tree: Any, samples: int, devices: int) -> Any:
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape[:1] != (samples,):
-            return tensor
-        return tensor[: samples // devices].detach().requires_grad_(tensor.requires_grad)
-
-    return map_tensors(cut, tree)
+def _first_part(tree: Any, samples: int, division: Division) -> Any:
+    part = samples * division.tensor // division.devices
+    return map_tensors(lambda each: _leaf_like(each[:part], each) if each.shape[:1] == (samples,) else each, tree)
 
 
-def measure(
-    model: nn.Module, pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | None, device: torch.device
-) -> Times:
+def measure(pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | None, device: torch.device) -> Times:
     """Return the median times of pieces, on all ranks of a group at once; they take turns, so that noise is fair."""
     watch = Stopwatch(device)
 
@@ -360,7 +420,7 @@ def measure(
         elif turn >= WARM_UPS + LEAST and slowest([time.monotonic() - begin]).item() > BUDGET_S * len(pieces):
             break
         for key, piece in pieces.items():
-            model.zero_grad()
+            piece.module.zero_grad()
             if group is not None:
                 dist.barrier(group=group)
             watch.begin()
@@ -382,26 +442,6 @@ def measure(
     return {key: (median(key, "forward"), median(key, "backward")) for key in pieces}
 
 
-def _measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
-    """Return the latency and bandwidth with which a ring sums as fast as the slowest rank here."""
-    times = []
-    for num_bytes in MESSAGES:
-        message = torch.zeros(num_bytes // 4, device=device)
-        spans = torch.empty(WARM_UPS + MOST, dtype=torch.float64, device=device)
-        for index in range(len(spans)):
-            dist.barrier(group=group)
-            begin = time.perf_counter()
-            dist.all_reduce(message, group=group)
-            message[0].item()  # waits for the device
-            spans[index] = time.perf_counter() - begin
-        dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=group)
-        times.append(spans[WARM_UPS:].mean().item())  # a step waits for many of them: their sum counts
-    size = dist.get_world_size(group)
-    rounds = 2 * (size - 1)
-    per_byte = max(times[1] - times[0], 1e-9) / (MESSAGES[1] - MESSAGES[0])
-    return Link(times[0] / rounds, rounds / size / per_byte)
-
-
 # ---------------------------------------------------------------------------------------------------------------- work
 
 
@@ -409,6 +449,7 @@ def work_of(
     model: nn.Module,
     trace: CallTrace,
     times: Times,
+    copies: Copies,
     cluster: EqualDevices,
     optimizer_states: int,
     *,
@@ -419,29 +460,17 @@ def work_of(
     Modules with less than a share of the time of all are part of that code.
     """
     by_module: Counter[str] = Counter()
+    alone = Division(devices=1, units=cluster.units)
     for call in trace.calls:
-        by_module[call.module_name] += sum(times[call.name, 1])
+        by_module[call.module_name] += sum(times[call.name, alone])
     least = least_share * by_module.total()
     kept = [call for call in trace.calls if by_module[call.module_name] >= least and call.outputs]
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
     names = [call.name for call in kept]
-    rest = [max(0, times[REST][kind] - sum(times[name, 1][kind] for name in names)) for kind in (0, 1)]
-    between = ModuleCall(
-        name=REST,
-        module=REST,
-        inputs=tuple(names),
-        sent_bytes=0,
-        returned_bytes=0,
-        activation_bytes=0,
-        forward_ns=(rest[0],),
-        backward_ns=(rest[1],),
-    )
+    rest = [max(0, times[REST][kind] - sum(times[name, alone][kind] for name in names)) for kind in (0, 1)]
+    last = ModuleCall(name=REST, module=REST, inputs=tuple(names), forward_ns=(rest[0],), backward_ns=(rest[1],))
     placed = {call.module_name: call.module for call in kept}
-    sizes = {
-        name: [n for n in group_sizes(cluster.devices) if all((c.name, n) in times for c in kept if c.module is module)]
-        for name, module in placed.items()
-    }
     calls = [
         ModuleCall(
             name=call.name,
@@ -450,23 +479,30 @@ def work_of(
             sent_bytes=sum(each.nbytes for each in call.outputs),
             returned_bytes=sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad),
             activation_bytes=call.saved_bytes,
-            forward_ns=tuple(times[call.name, size][0] for size in sizes[call.module_name]),
-            backward_ns=tuple(times[call.name, size][1] for size in sizes[call.module_name]),
+            forward_ns=tuple(times[call.name, way][0] for way in copies[call.module_name]),
+            backward_ns=tuple(times[call.name, way][1] for way in copies[call.module_name]),
         )
         for call in kept
     ]
 
-    def state(name: str, parameters: Sequence[nn.Parameter], own: Sequence[int]) -> ModuleState:
-        trained = sum(each.nbytes for each in parameters if each.requires_grad)
-        return ModuleState(
-            name=name,
-            groups=tuple((size, cluster.units) for size in own),
-            state_bytes=sum(each.nbytes for each in parameters) + (1 + optimizer_states) * trained,
-            gradient_bytes=0 if name == REST else trained,  # of the rest, they are equal on all ranks
-            update_ns=0 if name == REST else times["update", name][0],
-        )
+    def mode(name: str, way: Division, own: Iterable[nn.Parameter], update_ns: int = 0) -> GroupMode:
+        """Return a mode with the parts of parameters that this rank has."""
+        parts = [(each.to_local() if isinstance(each, DTensor) else each) for each in own]
+        trained = sum(each.nbytes for each in parts if each.requires_grad)
+        state_bytes = sum(each.nbytes for each in parts) + (1 + optimizer_states) * trained
+        if way.is_sharded:  # parameters and gradients are whole for two layers at once, and outside of layers
+            layers = [sum(each.nbytes for each in layer.parameters()) for layer in units_of(placed[name])]
+            state_bytes += 2 * (sum(each.nbytes for each in placed[name].parameters()) - sum(sorted(layers)[:-2]))
+        summed = 0 if name == REST or way.is_sharded else trained  # gradients of the rest are equal on all ranks
+        return GroupMode(**way.key, state_bytes=state_bytes, gradient_bytes=summed, update_ns=update_ns)
+
+    def state(name: str) -> ModuleState:
+        ways = copies[name].items()
+        modes = [mode(name, way, own.module.parameters(), times["update", own.module][0]) for way, own in ways]
+        return ModuleState(name=name, modes=tuple(modes), pairs=trace.pairs[name])
 
     owned = {id(each) for module in placed.values() for each in module.parameters()}
     left = [each for each in model.parameters() if id(each) not in owned]
-    states = [state(name, list(module.parameters()), sizes[name]) for name, module in placed.items()]
-    return StepWork(modules=(*states, state(REST, left, [cluster.devices])), calls=(*calls, between))
+    everywhere = mode(REST, Division(devices=cluster.devices, units=cluster.units), left)
+    rest_state = ModuleState(name=REST, modes=(everywhere,))
+    return StepWork(modules=(*map(state, placed), rest_state), calls=(*calls, last))

@@ -67,7 +67,8 @@ def _side_by_side(plan: Deployment, groups: Sequence[DeviceGroup]) -> Iterator[t
 def _draw(plan: Deployment, bar: WorkInterval, y: float, height: float, color: str) -> str:
     x = LEFT + WIDTH * bar.start_ns / plan.step_ns
     width = max(0.5, WIDTH * (bar.end_ns - bar.start_ns) / plan.step_ns)
-    name = f"{bar.name}, {bar.kind}, {format_ns(bar.end_ns - bar.start_ns)}"
+    division = next(group.kind for group in plan.groups if group.module == bar.module)
+    name = f"{bar.name}, {bar.kind}, {format_ns(bar.end_ns - bar.start_ns)}{division}"
     text = ""
     letters = int(width / LETTER)
     if letters >= 4 and height >= 11:

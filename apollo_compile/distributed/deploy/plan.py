@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
@@ -34,7 +34,7 @@ class _Content:
     deployment: Deployment
 
 
-_FORMAT = FileFormat(kind="deployment plan", number=1, content=_Content, max_bytes=64 * 2**20)
+_FORMAT = FileFormat(kind="deployment plan", number=2, content=_Content, max_bytes=64 * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class DeploymentPlan:
                 str(group),
                 f"{group.units} of {cluster.units}",
                 *(format_ns(spent[group.module, kind]) if spent[group.module, kind] else "" for kind in KINDS),
-                format_bytes(module.state_bytes),
+                format_bytes(next(mode.state_bytes for mode in module.modes if mode.key == group.key)),
             )
             for group, module in zip(found.groups, found.work.modules, strict=True)
         ]
@@ -74,7 +74,16 @@ class DeploymentPlan:
             lines.append(f"{baseline.name}: {format_ns(baseline.step_ns)}, {ratio:.2f} times as long{memory}")
         return "\n".join(lines)
 
-    def move(self, module: str, *, first: int, devices: int, units: int | None = None) -> DeploymentPlan:
+    def move(
+        self,
+        module: str,
+        *,
+        first: int,
+        devices: int,
+        units: int | None = None,
+        tensor: int = 1,
+        is_sharded: bool = False,
+    ) -> DeploymentPlan:
         """Return the plan with another group for a module, and the step that it predicts.
 
         Arguments:
@@ -82,6 +91,8 @@ class DeploymentPlan:
             first: first device, a multiple of `devices`.
             devices: number of devices.
             units: units of each device; None keeps them.
+            tensor: devices of a replica, which divide its linear layers.
+            is_sharded: let all devices share the parameters, by FSDP2.
 
         Raises:
             ConfigError: there is no such module, or it cannot have this group.
@@ -91,10 +102,9 @@ class DeploymentPlan:
         if module not in {group.module for group in found.groups}:
             names = ", ".join(group.module for group in found.groups)
             raise DeploymentError(f"the plan has no module {module!r}; it has {names}")
+        own: dict[str, Any] = {"first": first, "devices": devices, "tensor": tensor, "is_sharded": is_sharded}
         groups = [
-            replace(group, first=first, devices=devices, units=group.units if units is None else units)
-            if group.module == module
-            else group
+            replace(group, units=group.units if units is None else units, **own) if group.module == module else group
             for group in found.groups
         ]
         return DeploymentPlan(deploy_on(found.work, found.cluster, groups, like=found.bars, bound_ns=found.bound_ns))

@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apollo_compile.cost_model.collectives import GLOO, Link, all_reduce_seconds, reduce_scatter_seconds
 from apollo_compile.distributed.agreement import Agreement
+from apollo_compile.distributed.link import measure_link
 from apollo_compile.distributed.ranks import Ranks, find_ranks
 from apollo_compile.errors import TargetError, UnsupportedGraphError
 from apollo_compile.ir import SegmentGraph
@@ -67,9 +67,6 @@ _LEAST_BYTES = 2**20
 
 _MOST_BUCKETS = 16
 """Of a model: they are segments to plan, and only the last ones cannot be sent beside the backward."""
-
-_PROBE_BYTES = 4 * 2**20
-_NUM_PROBES = 5
 
 Propose = Callable[[], Sequence[torch.Tensor]]
 """Returns parameters in the order in which their gradients are final."""
@@ -230,12 +227,9 @@ class DataParallel:
 
     def _measure_link(self) -> Link:
         """Measure latency and bandwidth between the ranks; all of them do so in their first step."""
-        ranks = self._group.size()
-        if ranks == 1:
-            return Link(latency=0.0, bandwidth=1e12)
-        small, large = (self._time(torch.zeros(count)) for count in (ranks, _PROBE_BYTES // 4 // ranks * ranks))
-        rounds = self._rounds * (ranks - 1)
-        return Link(latency=small / rounds, bandwidth=rounds * _PROBE_BYTES / ranks / max(large - small, 1e-6))
+        rounds = self._rounds * (self._group.size() - 1)
+        device = next((each.device for each in self._parameters), torch.device("cpu"))
+        return measure_link(self._probe, rounds, self._group, device)
 
     _rounds = 2
     """Times that a piece goes around the ring for the mean of gradients."""
@@ -243,16 +237,6 @@ class DataParallel:
     def _probe(self, gradient: torch.Tensor) -> None:
         """Do what `average` does for one gradient."""
         self._average((), [gradient])
-
-    def _time(self, gradient: torch.Tensor) -> float:
-        """Return the seconds that the mean of a gradient takes, the least of a few."""
-        seconds = []
-        self._probe(gradient)  # the ranks arrive
-        for _ in range(_NUM_PROBES):
-            begin = time.perf_counter()
-            self._probe(gradient)
-            seconds.append(time.perf_counter() - begin)
-        return min(seconds)
 
 
 class ShardedDataParallel(DataParallel):

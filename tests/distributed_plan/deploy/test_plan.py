@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ import pytest
 from apollo_compile import DeploymentPlan
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, DeploymentError, PlanFileError
-from apollo_compile.passes.deploy import DeviceGroup, EqualDevices, ModuleCall, ModuleState, StepWork, deploy_on
+from apollo_compile.passes.deploy import (
+    DeviceGroup,
+    EqualDevices,
+    LinearPair,
+    ModuleCall,
+    StepWork,
+    deploy_on,
+    replicated,
+)
 
 MS = 1_000_000
 
@@ -39,8 +48,8 @@ def plan() -> DeploymentPlan:
     names = ("vision", "text", "audio")
     work = StepWork(
         modules=(
-            *(ModuleState(name=name, groups=GROUPS, state_bytes=1 << 24, gradient_bytes=1 << 22) for name in names),
-            ModuleState(name="a <reader>", groups=GROUPS, state_bytes=0, gradient_bytes=0),
+            *(replicated(name, GROUPS, state_bytes=1 << 24, gradient_bytes=1 << 22) for name in names),
+            replicated("a <reader>", GROUPS, state_bytes=0, gradient_bytes=0),
         ),
         calls=(*(call(name, 8 * MS) for name in names), call("a <reader>", MS, inputs=names)),
     )
@@ -103,6 +112,44 @@ def test_an_edit_changes_one_group_and_the_prediction(plan: DeploymentPlan) -> N
     assert plan.diff(plan).splitlines()[0] == "the same groups"
     with pytest.raises(DeploymentError, match="the plan has no module 'depth'; it has vision, text, audio, a <reader>"):
         plan.move("depth", first=0, devices=1)
+
+
+def test_divided_layers_and_sharded_state_are_said_in_text_file_and_difference(
+    plan: DeploymentPlan, tmp_path: Path
+) -> None:
+    """Where a module has such modes; else the error lists those that it has."""
+    text, *rest = plan.deployment.work.modules[1:]
+    half = replace(text.modes[-1], tensor=2, state_bytes=1 << 23)
+    shards = replace(text.modes[-1], is_sharded=True, state_bytes=1 << 22, gradient_bytes=0)
+    pairs = (LinearPair(columns=("fc1",), row="fc2", degree=2),)
+    module = replace(text, modes=(*text.modes, half, shards), pairs=pairs)
+    vision, old, *others = plan.deployment.work.calls
+    own = {name: (*getattr(old, name), MS, MS) for name in ("forward_ns", "backward_ns")}
+    work = StepWork(
+        modules=(plan.deployment.work.modules[0], module, *rest), calls=(vision, replace(old, **own), *others)
+    )
+    found = DeploymentPlan(replace(plan.deployment, work=work))
+    divided = found.move("text", first=0, devices=4, units=4, tensor=2)
+    sharded = found.move("text", first=0, devices=4, units=4, is_sharded=True)
+    assert "devices 0 to 3, 2 per replica" in str(divided) and "8.00 MiB" in str(divided)
+    assert "devices 0 to 3, sharded" in str(sharded) and "text" not in {
+        bar.name for bar in sharded.deployment.bars if bar.kind == "sum"
+    }
+    difference = divided.diff(sharded).splitlines()[0]
+    assert difference == "text: devices 0 to 3, 2 per replica with 4 units -> devices 0 to 3, sharded with 4 units"
+    for each in (divided, sharded):
+        each.save(tmp_path / "plan.json")
+        assert DeploymentPlan.load(tmp_path / "plan.json") == each
+        assert "sharded" in each.to_svg() or "2 per replica" in each.to_svg()
+    content = json.loads((tmp_path / "plan.json").read_text())
+    content["deployment"]["groups"][1] |= {"tensor": 4}
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ConfigError, match="'text' cannot have 4 devices with 4 units, sharded, 4 per replica from device 0 on"
+    ):
+        DeploymentPlan.load(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"'vision' cannot .* out of 1 with 2 units; .*; 4 with 4 units$"):
+        found.move("vision", first=0, devices=4, units=4, tensor=2)
 
 
 def test_the_picture_has_a_row_per_kind_of_device_and_all_bars(plan: DeploymentPlan) -> None:
