@@ -99,10 +99,7 @@ def test_the_comparison_waits_until_the_plans_are_final() -> None:
     backward.is_settled = True
     machine.run(ENOUGH)
     assert machine.verdicts
-    alone = (
-        Graph({SERIAL: 10, PLAN: 7}),
-        Graph({SERIAL: 20, PLAN: 15}, is_settled=False),
-    )
+    alone = (Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15}, is_settled=False))
     machine = Machine(*alone)
     for _ in range(ENOUGH):
         machine.step(0)
@@ -111,10 +108,7 @@ def test_the_comparison_waits_until_the_plans_are_final() -> None:
 
 def test_forwards_in_a_row_belong_to_one_step() -> None:
     """A loop with six forwards and then their backwards is judged by both."""
-    forward, backward = (
-        Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 11}),
-        Graph({SERIAL: 20, PLAN: 26, INDUCTOR: 22}),
-    )
+    forward, backward = (Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 11}), Graph({SERIAL: 20, PLAN: 26, INDUCTOR: 22}))
     machine = Machine(forward, backward)
     machine.step()
     for _ in range(ENOUGH):

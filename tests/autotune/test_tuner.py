@@ -102,10 +102,7 @@ def test_the_plan_runs_first_and_the_fastest_last() -> None:
     subject.run(4 * 3)
     assert subject.used == 3 * [PLAN] + 6 * [SERIAL] + 3 * [PLAN]
     subject.step()
-    assert (subject.tuner.steps_left, subject.tuner.progress) == (
-        6 * 6 - 1,
-        "segments in turn 13.00 ms, plan 10.00 ms",
-    )
+    assert (subject.tuner.steps_left, subject.tuner.progress) == (6 * 6 - 1, "segments in turn 13.00 ms, plan 10.00 ms")
     assert 0.9 < subject.tuner.left_ns / (35 * 11.5e6) < 1.2
     subject.run(ENOUGH)
     assert subject.winners == [PLAN] and subject.tuner.is_settled

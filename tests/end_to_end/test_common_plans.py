@@ -89,12 +89,7 @@ class Followed:
     fallbacks: list[str]
 
 
-def follow(
-    store: RankStore,
-    monkeypatch: pytest.MonkeyPatch,
-    steps: int,
-    **options: object,
-) -> Followed:
+def follow(store: RankStore, monkeypatch: pytest.MonkeyPatch, steps: int, **options: object) -> Followed:
     """Train two towers as a rank; note the plans that it ran."""
     torch._dynamo.reset()
     ranks = Ranks(store)

@@ -14,12 +14,7 @@ from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, P
 from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import (
-    lanes_for,
-    make_plan,
-    make_serial_plan,
-    to_problem,
-)
+from apollo_compile.passes.plan import lanes_for, make_plan, make_serial_plan, to_problem
 from apollo_compile.planner import apart
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.lanes import lane_catalogue, useful_lanes, with_network

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_suite.race import Result
-from benchmarks.gpu_suite.targets import (
-    Workloads,
-    best_of,
-    judge,
-    loss_difference,
-    speed_up,
-    title_of,
-)
+from benchmarks.gpu_suite.targets import Workloads, best_of, judge, loss_difference, speed_up, title_of
 from benchmarks.gpu_suite.variants import BASELINES
 
 CLIP, IMAGEBIND, CHAIN = (title_of(*each, "bf16") for each in (("clip_b32", 32), ("imagebind", 8), ("chain", 32)))

@@ -231,13 +231,7 @@ def sums(model: nn.Module, call: Call, inputs: Inputs) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("loop", "replays"),
-    [
-        (two_forwards, [5, 5]),
-        (kept_graph, None),
-        (validation, [6, 6, 2]),
-        (kept_outputs, [6, 6]),
-        (sums, [8, 8]),
-    ],
+    [(two_forwards, [5, 5]), (kept_graph, None), (validation, [6, 6, 2]), (kept_outputs, [6, 6]), (sums, [8, 8])],
 )
 def test_a_training_loop_is_as_in_eager(compiler: Compiler, loop: Callable[..., Any], replays: list[int]) -> None:
     """Outputs and gradients, whatever happens between a forward and its backward; most of it is replayed."""

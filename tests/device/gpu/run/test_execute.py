@@ -18,15 +18,7 @@ from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.target import as_one_segment
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
-from apollo_compile.ir import (
-    Buffer,
-    BufferId,
-    Lane,
-    LaneId,
-    Role,
-    SegmentGraph,
-    SegmentId,
-)
+from apollo_compile.ir import Buffer, BufferId, Lane, LaneId, Role, SegmentGraph, SegmentId
 from apollo_compile.target.target import CompiledBody, Contract
 from tests.builders import LETTERS, graph, plan
 from tests.device.gpu.arena import SEGMENT_BYTES
