@@ -134,15 +134,6 @@ def test_waits_come_before_the_launch_and_releases_after_the_record() -> None:
             assert not (isinstance(first, Release) and isinstance(second, Record))
 
 
-def test_the_serial_program_is_launches_on_lane_0_only() -> None:
-    """Every buffer is taken by its last reader; nothing waits."""
-    made = graph((), (0,), (1,))
-    program, _, _ = emit(made, plan(made, "***"))
-    assert all(isinstance(instruction, Launch) for instruction in program.instructions[0])
-    assert program.instructions[1:] == ((), ())
-    assert program.num_events == 0
-
-
 def test_a_buffer_that_a_segment_reads_twice_is_taken_once() -> None:
     """As its last argument."""
     made = graph((), (0,))

@@ -237,22 +237,6 @@ def test_a_memory_quota_is_kept(seed: int) -> None:
     assert _peak_bytes(plan, made) <= quota
 
 
-def test_a_memory_quota_keeps_two_large_branches_apart() -> None:
-    """Both at once would hold two large values; one after the other holds one."""
-    made = graph((), (), (0,), (1,), (2, 3), sizes=[1, 100, 100, 1, 1, 1])
-    lanes = lane_catalogue(2)
-    table = CostTable(
-        modes=tuple(
-            tuple(Mode(units=units, duration_ns=10, memory_bytes=made.buffers[s + 1].num_bytes) for units in (1, 2))
-            for s in range(5)
-        ),
-        handover_ns=0,
-    )
-    free, kept = (make_plan(made, table, lanes=lanes, memory_quota=quota) for quota in (None, 150))
-    assert (free.makespan_ns, kept.makespan_ns) == (30, 50)
-    assert _peak_bytes(free, made) > 150 >= _peak_bytes(kept, made)
-
-
 def test_a_memory_quota_keeps_two_large_workspaces_apart() -> None:
     """What segments take only while they run; side by side, both would."""
     made = graph((), (), (0,), (1,), (2, 3), sizes=[1] * 6)
