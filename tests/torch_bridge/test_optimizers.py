@@ -171,19 +171,6 @@ def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None
     assert "replaced" in str(parts.reason_against())
 
 
-def test_groups_may_change_between_steps() -> None:
-    """A parameter that is added is stepped; its state is made as it is needed."""
-    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD(parameters[:1], lr=1.0, momentum=0.5)
-    parts = StepInParts(optimizer)
-    optimizer.add_param_group({"params": parameters[1:], "lr": 2.0})
-    parts.refresh()
-    for _ in range(2):
-        parts.step(parameters, [torch.ones(2), torch.ones(2)])
-    assert parameters[0].tolist() == [-2.5, -2.5]
-    assert parameters[1].tolist() == [-5.0, -5.0]
-
-
 def test_schedulers_see_steps_in_parts() -> None:
     """One that is made later does not warn that the optimizer has not stepped."""
     parameter = torch.nn.Parameter(torch.zeros(2))
@@ -195,12 +182,3 @@ def test_schedulers_see_steps_in_parts() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
-
-
-def test_parameters_of_no_group_stay() -> None:
-    """As where a part of the model is frozen by leaving it out of the optimizer."""
-    inside, outside = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
-    parts = StepInParts(torch.optim.SGD([inside], lr=1.0))
-    parts.step([inside, outside], [torch.ones(2), torch.ones(2)])
-    assert inside.tolist() == [-1.0, -1.0]
-    assert outside.tolist() == [0.0, 0.0]

@@ -82,12 +82,6 @@ def two_towers(
     )
 
 
-@pytest.fixture
-def gpu() -> FakeGpu:
-    """Make a device of two units."""
-    return FakeGpu(units=2)
-
-
 def warm_up(executable: CudaExecutable) -> torch.Tensor:
     """Run up to the first capture; return the parameter."""
     weight = torch.randn(4)
@@ -126,56 +120,6 @@ def test_the_first_runs_are_on_lanes_and_later_ones_replay(gpu: FakeGpu) -> None
     for loss, x in results:
         assert torch.equal(loss, expected(x, weight)[0])
     assert not gpu.races
-
-
-def test_a_capture_forks_all_lanes_from_its_origin_and_joins_them(gpu: FakeGpu) -> None:
-    """The stand-in refuses anything else; here is the order itself."""
-    executable = two_towers(gpu)
-    weight = torch.randn(4)
-    for _ in range(2):
-        executable.run([torch.randn(4), weight])
-    gpu.log.clear()
-    executable.run([torch.randn(4), weight])
-    origin, a, b = "origin of the capture", "lane 1", "lane 2"
-    begin = gpu.log.index(("capture",))
-    end = gpu.log.index(("copy", "1"), begin)
-    assert gpu.log[begin + 1 : end] == [
-        ("record", origin),
-        ("wait", a),
-        ("wait", b),
-        ("launch", a),
-        ("launch", b),
-        ("record", b),
-        ("wait", a),
-        ("launch", a),
-        ("record", a),
-        ("wait", origin),
-        ("record", b),
-        ("wait", origin),
-    ]
-
-
-def test_a_second_forward_before_the_backward_does_not_touch_what_is_kept(gpu: FakeGpu) -> None:
-    """It runs on lanes; once the first is let go, replays go on."""
-    executable = two_towers(gpu)
-    weight = torch.randn(4)
-    for _ in range(3):
-        executable.run([torch.randn(4), weight])
-    first = torch.randn(4)
-    _, kept = executable.run([first, weight])
-    second = torch.randn(4)
-    _, also_kept = executable.run([second, weight])
-    assert counts(executable) == (3, 1, 2)
-    assert kept is not None and also_kept is not None
-    assert torch.equal(kept, first * weight) and torch.equal(also_kept, second * weight)
-    view = kept[:2]
-    del kept
-    executable.run([torch.randn(4), weight])
-    assert counts(executable) == (4, 1, 2)
-    assert torch.equal(view, (first * weight)[:2])
-    del view
-    executable.run([torch.randn(4), weight])
-    assert counts(executable) == (4, 1, 3)
 
 
 def test_what_was_let_go_is_captured_again_however_often(gpu: FakeGpu) -> None:
@@ -331,16 +275,6 @@ def test_one_thread_at_a_time_launches_on_a_device(gpu: FakeGpu) -> None:
     for thread in threads:
         thread.join()
     assert most == [1]
-
-
-def test_inside_a_capture_of_the_user_the_lanes_join_it(gpu: FakeGpu) -> None:
-    """They are launched as ever, and nothing of ours is captured or replayed."""
-    executable = two_towers(gpu)
-    weight = torch.randn(4)
-    gpu.is_captured_by_user = True
-    for _ in range(5):
-        executable.run([torch.randn(4), weight])
-    assert counts(executable) == (5, 0, 0)
 
 
 def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu) -> None:

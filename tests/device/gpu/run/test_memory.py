@@ -14,12 +14,6 @@ from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
 from tests.device.gpu.run.test_execute import counts, expected, make_pair, step, two_towers
 
 
-@pytest.fixture
-def gpu() -> FakeGpu:
-    """Make a device of two units."""
-    return FakeGpu(units=2)
-
-
 def run(executable: CudaExecutable, weight: torch.Tensor, times: int = 1) -> None:
     """Run so often with that parameter, and check the results."""
     for _ in range(times):

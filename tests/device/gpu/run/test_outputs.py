@@ -19,12 +19,6 @@ from tests.device.gpu.run.test_execute import add_input, body, counts, make_pair
 from tests.device.gpu.run.test_launch import program_of
 
 
-@pytest.fixture
-def gpu() -> FakeGpu:
-    """Make a device of two units."""
-    return FakeGpu(units=2)
-
-
 def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> None:
     """A forward saves inputs for its backward; the copy that a replay reads is not what it returns."""
     made = add_input(graph((), (0,)), 0)
