@@ -203,24 +203,8 @@ def test_a_native_body_gets_its_constants_behind_the_inputs(lanes: _native.Lanes
         assert run(torch.zeros(3))[0] is constant
 
 
-def test_a_body_that_returns_the_wrong_number_of_tensors_is_an_error(lanes: _native.Lanes) -> None:
-    """The message has both numbers."""
-    run = Runner(lanes, ["0: 0 -> 1", "", ""], [lambda tensors: [tensors[0], tensors[0]]], outputs=[1])
-    with pytest.raises(ValueError, match="returned 2 tensors instead of 1"):
-        run(torch.ones(3))
-
-
-def test_inputs_that_are_no_capsules_are_an_error(lanes: _native.Lanes) -> None:
-    """The message says what is wanted."""
-    run = Runner(lanes, ["0: 0 -> 1", "", ""], [add_one], outputs=[1])
-    with pytest.raises(TypeError, match="unnamed capsules"):
-        run.native.run([1])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="takes 1 inputs and got 0"):
-        run()
-
-
-def test_a_body_that_cannot_be_called_or_returns_no_list_is_an_error(lanes: _native.Lanes) -> None:
-    """The message says what it has to be."""
+def test_bodies_and_inputs_that_do_not_fit_are_errors(lanes: _native.Lanes) -> None:
+    """The message has the numbers, or says what is wanted."""
 
     def executor(body: Any) -> _native.Executor:
         launch = [_native.LAUNCH, 0, 0, 1, 0, 1, 1, 1]  # segment 0 takes buffer 0 and writes buffer 1
@@ -235,6 +219,13 @@ def test_a_body_that_cannot_be_called_or_returns_no_list_is_an_error(lanes: _nat
             **tensor_addresses(),
         )
 
+    twice, once = (Runner(lanes, ["0: 0 -> 1", "", ""], [lambda t, n=n: n * t], outputs=[1]) for n in (2, 1))
+    with pytest.raises(ValueError, match="returned 2 tensors instead of 1"):
+        twice(torch.ones(3))
+    with pytest.raises(TypeError, match="unnamed capsules"):
+        once.native.run([1])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="takes 1 inputs and got 0"):
+        once()
     with pytest.raises(TypeError, match="a body must be a NativeBody or callable"):
         executor(5)
     with pytest.raises(TypeError, match="tensors must come as a list of capsules"):
@@ -285,12 +276,6 @@ def test_an_executor_in_a_reference_cycle_is_collected(lanes: _native.Lanes) -> 
     del owner
     gc.collect()
     assert is_alive() is None
-
-
-def test_handles_survive_the_way_through_helpers() -> None:
-    """The helpers of these tests do not copy tensors."""
-    tensor = torch.ones(3)
-    assert take(give([tensor]))[0] is tensor
 
 
 def test_spans_can_be_asked_for_inside_a_run() -> None:
