@@ -108,21 +108,6 @@ def test_an_interrupted_compile_is_done_again() -> None:
     assert machine.autotuner.is_settled
 
 
-def test_after_a_failure_all_graphs_run_their_plans() -> None:
-    """Also if it happens in the turn of another variant."""
-    machine = Machine(*halves({SERIAL: 30, PLAN: 29.8}))
-
-    def fail() -> None:
-        raise RuntimeError
-
-    machine._prepare = fail  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError):
-        machine.run(ENOUGH)
-    machine.run(ENOUGH)
-    assert [graph.variant for graph in machine.graphs] == [PLAN, PLAN] and machine.verdicts == []
-    assert machine.autotuner.is_settled
-
-
 def test_a_paused_tuner_leaves_the_plans() -> None:
     """Until it is told to compare."""
     machine = Machine(*halves({SERIAL: 20, PLAN: 30, INDUCTOR: 40}))

@@ -380,18 +380,3 @@ def test_a_second_run_begins_where_the_first_one_ended(
     text = str(apollo_compile.report(run))
     assert "of an earlier training loop" in text
     assert ("Inductor was the fastest when it was measured" in text) == (variant == Variant.INDUCTOR)
-
-
-@pytest.mark.soak
-@needs_two_cores
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_graph_that_is_not_remembered_has_its_comparison_alone(gone: int, tmp_path: Path) -> None:
-    """Forward or backward, whichever file is lost: the other one runs as it did, and everything is decided again."""
-    options = {"plan.remember": True, "device.cache": tmp_path}
-    for _ in range(2):
-        run, inputs, found = compiled_towers(**options)
-        train_until_settled(run, inputs)
-        assert found.verdict is not None
-        files = sorted((tmp_path / "history").iterdir())
-        assert len(files) >= 2
-        files[gone].unlink()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from apollo_compile import __version__
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks, RankStore
 from apollo_compile.errors import RankError
-from apollo_compile.ir import Plan
 from apollo_compile.session import backend, registry
 from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
 
@@ -41,17 +40,8 @@ class Meddler:
         return f"{__version__}\n{json.dumps(decision)}".encode()
 
 
-@dataclasses.dataclass
-class Followed:
-    """What one rank ran, step by step."""
-
-    steps: list[list[Plan]]
-    """Per step, the plan of every graph."""
-    fallbacks: list[str]
-
-
-def follow(store: RankStore, monkeypatch: pytest.MonkeyPatch, steps: int, **options: object) -> Followed:
-    """Train two towers as a rank; note the plans that it ran."""
+def follow(store: RankStore, monkeypatch: pytest.MonkeyPatch, steps: int, **options: object) -> tuple[Any, list[str]]:
+    """Train two towers as a rank; return per step the plan of every graph that it ran, and reasons of fallbacks."""
     torch._dynamo.reset()
     ranks = Ranks(store)
     torch.manual_seed(0)
@@ -65,8 +55,7 @@ def follow(store: RankStore, monkeypatch: pytest.MonkeyPatch, steps: int, **opti
         for _ in range(steps):
             run(*inputs).square().mean().backward()
             seen.append([graph.compilation.plan for graph in entry.graphs])
-    reasons = [reason for _, reason in entry.fallbacks]
-    return Followed(steps=seen, fallbacks=reasons)
+    return seen, [reason for _, reason in entry.fallbacks]
 
 
 def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_all_ranks(
@@ -76,10 +65,10 @@ def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_
     store = dist.HashStore()
     with monkeypatch.context() as patched:
         patched.setattr("apollo_compile.distributed.agreement.MAX_BYTES", 100)
-        first = follow(store, monkeypatch, steps=0)
-    second = follow(store, monkeypatch, steps=0)
-    assert first.fallbacks == second.fallbacks != []
-    assert all("is too large for the store in which ranks agree on it" in reason for reason in first.fallbacks)
+        _, first = follow(store, monkeypatch, steps=0)
+    _, second = follow(store, monkeypatch, steps=0)
+    assert first == second != []
+    assert all("is too large for the store in which ranks agree on it" in reason for reason in first)
 
 
 def test_a_plan_from_a_file_is_that_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +78,8 @@ def test_a_plan_from_a_file_is_that_of_all_ranks(tmp_path: Path, monkeypatch: py
     (file,) = dump.glob("*_forward/plan.json")
     damaged = tmp_path / "damaged.json"
     damaged.write_text("{")
-    first, second = (follow(store, monkeypatch, steps=1, **{"plan.file": path}) for path in (file, damaged))
-    assert first.steps[0][0] == second.steps[0][0]
-    assert first.steps[0][0].pinned
+    first, second = (follow(store, monkeypatch, steps=1, **{"plan.file": path})[0][0][0] for path in (file, damaged))
+    assert first == second and first.pinned
 
 
 OTHER_LANES = "the plan of another rank is for lanes with"

@@ -165,6 +165,23 @@ def test_a_later_process_begins_with_what_was_found(tmp_path: Path) -> None:
     assert not first.is_remembered and not other.is_remembered
 
 
+def test_a_loss_that_the_loss_function_keeps_has_its_value() -> None:
+    """The usual way to log it: Dynamo stores what the graph returned, before a program has run."""
+    model = Chain()
+    logs: dict[str, torch.Tensor] = {}
+
+    def keep(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss = chain_loss(model, batch)
+        logs["loss"] = loss
+        return loss
+
+    step = compile_step(model, keep, options=EAGER)
+    for seed in range(4):
+        loss = step(chain_batch(seed))
+        torch.testing.assert_close(logs["loss"].detach(), loss)
+    assert ran_as_program(step)
+
+
 def test_every_step_of_a_process_may_be_a_program() -> None:
     """Dynamo's limit of compiles is for each of them, as in a sweep over settings."""
     steps = [compile_step(nn.Sequential(nn.Linear(16, 16)), chain_loss, options=EAGER) for _ in range(10)]
@@ -304,34 +321,17 @@ class Trainer:
 
 
 def test_a_trainer_whose_loss_function_knows_its_step_goes_with_it() -> None:
-    """Also while programs are compared with what calls that function."""
+    """And all that was linked, although Dynamo keeps graphs; also while programs are compared with what calls that."""
     trainer = Trainer()
     for _ in range(1000):
         trainer.step(chain_batch(0))
         if trainer.step.tuners and "measuring" in trainer.step.verdicts[0]:
             break
-    references = [weakref.ref(each) for each in (trainer, trainer.step, trainer.model, trainer.step.tuners[0])]
-    del trainer
+    model, step = trainer.model, trainer.step
+    references = list(map(weakref.ref, (trainer, step, model, step.tuners[0], model.layers[0][0].weight)))
+    del trainer, model, step
     gc.collect()
-    assert [reference() for reference in references] == 4 * [None]
-
-
-def test_a_step_that_is_dropped_keeps_nothing_alive() -> None:
-    """Neither its model nor what it linked, although Dynamo keeps the graphs that it compiled."""
-    model = Chain()
-    step = compile_step(model, chain_loss, torch.optim.SGD(model.parameters(), lr=0.1), options=EAGER)
-    for seed in range(4):
-        step(chain_batch(seed))
-    assert step.tuners
-    references = [
-        weakref.ref(model),
-        weakref.ref(step),
-        weakref.ref(step.tuners[0]),
-        weakref.ref(model.layers[0][0].weight),
-    ]
-    del model, step
-    gc.collect()
-    assert [reference() for reference in references] == 4 * [None]
+    assert [reference() for reference in references] == 5 * [None]
 
 
 class Output(NamedTuple):

@@ -14,7 +14,7 @@ from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from tests.builders import chains, graph, plan, random_costs, random_graph, random_lanes, random_plan
-from tests.races import find_races
+from tests.races import find_races, without, without_each_wait
 
 
 def emit(made: SegmentGraph, planned: Plan) -> tuple[Program, SyncPlan, MemoryPlan]:
@@ -34,13 +34,6 @@ def random_program(rng: random.Random) -> tuple[SegmentGraph, Plan, Program, Syn
     else:
         planned = random_plan(rng, made, lanes, table)
     return made, planned, *emit(made, planned)
-
-
-def without(program: Program, lane: int, index: int) -> Program:
-    """Return the program without one instruction."""
-    blocks = list(program.instructions)
-    blocks[lane] = blocks[lane][:index] + blocks[lane][index + 1 :]
-    return replace(program, instructions=tuple(blocks))
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -74,13 +67,10 @@ def test_a_program_without_any_one_wait_has_a_race(seed: int) -> None:
     """So waits are minimal, and both the oracle and the check see what is missing."""
     rng = random.Random(seed)
     made, planned, program, syncs, memory = random_program(rng)
-    for lane, instructions in enumerate(program.instructions):
-        for index, instruction in enumerate(instructions):
-            if isinstance(instruction, Wait):
-                broken = without(program, lane, index)
-                assert find_races(broken, made, rng)
-                with pytest.raises(InvariantError):
-                    check_program(broken, made, planned, syncs, memory)
+    for broken in without_each_wait(program):
+        assert find_races(broken, made, rng)
+        with pytest.raises(InvariantError):
+            check_program(broken, made, planned, syncs, memory)
 
 
 @pytest.mark.parametrize("seed", range(40))

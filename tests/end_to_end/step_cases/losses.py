@@ -176,18 +176,6 @@ def the_loss_is_kept(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
-@case()
-def the_loss_itself_is_kept() -> Training:
-    """The usual way to log it: Dynamo stores what the graph returned, before a program has run."""
-    logs: dict[str, torch.Tensor] = {}
-
-    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-        logs["loss"] = mse(model, batch)
-        return logs["loss"]
-
-    return train(loss=loss_fn, watched=lambda _: logs["loss"].detach().clone(), count=1)
-
-
 add("a weight is global", "It is one, and stays so.", loss=lambda m, batch: mse(m, batch) * total["weight"])
 add(
     "Python throws dice",

@@ -20,7 +20,7 @@ from apollo_compile.device.gpu.target import as_one_segment
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.ir import Buffer, BufferId, Lane, LaneId, Role, SegmentGraph, SegmentId
 from apollo_compile.target.target import CompiledBody, Contract
-from tests.builders import LETTERS, graph, plan
+from tests.builders import graph, plan
 from tests.device.gpu.arena import SEGMENT_BYTES
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
 from tests.device.gpu.run.test_launch import program_of
@@ -39,15 +39,35 @@ def add_input(made: SegmentGraph, reader: int) -> SegmentGraph:
     return replace(made, segments=segments, buffers=(*made.buffers, buffer), inputs=(*made.inputs, new))
 
 
-def body(function: Callable[..., Any]) -> CompiledBody:
-    """Make a body of a function of tensors that returns one."""
+def executable_of(
+    made: SegmentGraph,
+    letters: str,
+    functions: Sequence[Callable[..., Any]],
+    gpu: FakeGpu,
+    *,
+    shared: ModelMemory | None = None,
+    contract: Contract | None = None,
+    **options: Any,
+) -> CudaExecutable:
+    """Return a graph on the lanes with these letters, whose bodies are functions of tensors that return one."""
 
-    def run(inputs: Tensors) -> Sequence[torch.Tensor]:
-        arguments = list(inputs)
-        inputs.clear()
-        return [function(*arguments)]
+    def body(function: Callable[..., Any]) -> CompiledBody:
+        def run(inputs: Tensors) -> Sequence[torch.Tensor]:
+            arguments = list(inputs)
+            inputs.clear()
+            return [function(*arguments)]
 
-    return CompiledBody(function=run)
+        return CompiledBody(function=run)
+
+    return CudaExecutable(
+        program=program_of(made, plan(made, letters)),
+        graph=made,
+        bodies=list(map(body, functions)),
+        gpu=gpu,
+        contract=contract or Contract(user_outputs=frozenset(range(len(made.outputs)))),
+        shared=shared or ModelMemory(),
+        **options,
+    )
 
 
 def two_towers(
@@ -58,7 +78,6 @@ def two_towers(
     written: Sequence[int] | None = (),
     user: Sequence[int] = (0,),
     outputs: Sequence[int] = (2, 0),
-    shared: ModelMemory | None = None,
     **options: Any,
 ) -> CudaExecutable:
     """Return segments 0 and 1 on two lanes, which segment 2 joins; input 1 is read by segment 0 too.
@@ -66,20 +85,13 @@ def two_towers(
     By default output 0, of segment 2, is the user's, and output 1, of segment 0, is kept for a backward.
     """
     made = replace(add_input(graph((), (), (0, 1), outputs=outputs), 0), role=role)
-    bodies = [body(f) for f in functions or (torch.mul, torch.sin, torch.add)]
-    return CudaExecutable(
-        program=program_of(made, plan(made, "ABA")),
-        graph=made,
-        bodies=bodies,
-        gpu=gpu,
-        contract=Contract(
-            static_inputs=frozenset(static),
-            written_inputs=None if written is None else frozenset(written),
-            user_outputs=frozenset(user),
-        ),
-        shared=shared or ModelMemory(),
-        **options,
+    contract = Contract(
+        static_inputs=frozenset(static),
+        written_inputs=None if written is None else frozenset(written),
+        user_outputs=frozenset(user),
     )
+    functions = functions or (torch.mul, torch.sin, torch.add)
+    return executable_of(made, "ABA", functions, gpu, contract=contract, **options)
 
 
 def warm_up(executable: CudaExecutable) -> torch.Tensor:
@@ -160,15 +172,9 @@ def make_pair(
     shared = shared or ModelMemory()
     forward = two_towers(gpu, outputs=outputs, shared=shared, **options)
     backward_graph = replace(add_input(add_input(graph((), (), outputs=made), 0), 1), role=Role.BACKWARD)
-    backward = CudaExecutable(
-        program=program_of(backward_graph, plan(backward_graph, "AB")),
-        graph=backward_graph,
-        bodies=[body(function) for function in functions or (torch.mul, torch.sub)],
-        gpu=gpu,
-        contract=Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0, 1})),
-        shared=shared,
-        **options,
-    )
+    contract = Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0, 1}))
+    functions = functions or (torch.mul, torch.sub)
+    backward = executable_of(backward_graph, "AB", functions, gpu, contract=contract, shared=shared, **options)
     return forward, backward
 
 
@@ -318,15 +324,7 @@ def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(g
 def test_the_lane_with_every_unit_has_no_quota(gpu: FakeGpu) -> None:
     """It is the caller's stream, on which segments run in turn: that must stay possible."""
     made = graph((), (), (0, 1))
-    executable = CudaExecutable(
-        program=program_of(made, plan(made, LETTERS[0] * 3)),
-        graph=made,
-        bodies=[body(torch.cos), body(torch.sin), body(torch.add)],
-        gpu=gpu,
-        contract=Contract(user_outputs=frozenset({0})),
-        shared=ModelMemory(),
-        lane_memory_quota=1,
-    )
+    executable = executable_of(made, "***", (torch.cos, torch.sin, torch.add), gpu, lane_memory_quota=1)
     for _ in range(4):
         x = torch.randn(4)
         (out,) = executable.run([x])
