@@ -157,14 +157,7 @@ def test_steps_of_real_models_are_those_of_the_loop(name: str, kind: str) -> Non
         assert all(find_races(program, graph, rng) for program in rng.sample(broken, min(len(broken), 8)))
 
 
-@pytest.fixture
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("name", "kind", "bodies"),
     [
