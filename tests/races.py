@@ -10,7 +10,8 @@ It knows nothing of plans and waits that were meant: what must be ordered comes 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from apollo_compile.ir import BufferId, Launch, Program, Record, Release, SegmentGraph, SegmentId, Wait
 
@@ -27,6 +28,21 @@ class _Action:
     def is_before(self, other: _Action) -> bool:
         """Return whether this ended before the other began, in every interleaving."""
         return self is not other and other.clock[self.lane] >= self.time
+
+
+def without_each_wait(program: Program) -> Iterator[Program]:
+    """Yield the program without one of its waits, for each of them."""
+    for lane, instructions in enumerate(program.instructions):
+        for index, instruction in enumerate(instructions):
+            if isinstance(instruction, Wait):
+                yield without(program, lane, index)
+
+
+def without(program: Program, lane: int, index: int) -> Program:
+    """Return the program without one instruction."""
+    blocks = list(program.instructions)
+    blocks[lane] = blocks[lane][:index] + blocks[lane][index + 1 :]
+    return replace(program, instructions=tuple(blocks))
 
 
 def find_races(program: Program, graph: SegmentGraph, rng: random.Random) -> list[str]:

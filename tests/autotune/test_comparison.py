@@ -52,12 +52,7 @@ def test_short_steps_are_timed_more_often() -> None:
     assert max(turns) == 2 * (1 + 20)  # the last of a round, and the first of the next, at 0.5 ms a step
     num_wins = 0
     for seed in range(50):
-        machine = Machine(
-            Graph({SERIAL: 0.4, PLAN: 0.38, INDUCTOR: 0.4}),
-            seed=seed,
-            noise=0.2,
-            compile_s=0.01,
-        )
+        machine = Machine(Graph({SERIAL: 0.4, PLAN: 0.38, INDUCTOR: 0.4}), seed=seed, noise=0.2, compile_s=0.01)
         machine.run(ENOUGH * MAX_STEPS_PER_TURN // STEPS_PER_TURN)
         num_wins += machine.verdicts[0].winner == PLAN
     assert num_wins >= 45
@@ -65,10 +60,7 @@ def test_short_steps_are_timed_more_often() -> None:
 
 def test_rounds_with_different_graphs_do_not_count() -> None:
     """A loop that skips the backward in some steps must not make the selection of those steps the winner."""
-    forward, backward = (
-        Graph({SERIAL: 11, PLAN: 9, INDUCTOR: 11}),
-        Graph({SERIAL: 22, PLAN: 19, INDUCTOR: 22}),
-    )
+    forward, backward = (Graph({SERIAL: 11, PLAN: 9, INDUCTOR: 11}), Graph({SERIAL: 22, PLAN: 19, INDUCTOR: 22}))
     machine = Machine(forward, backward)
     chance = random.Random(0)
     machine.step()
@@ -80,10 +72,7 @@ def test_rounds_with_different_graphs_do_not_count() -> None:
 
 def test_where_nothing_can_be_compared_the_plan_stays() -> None:
     """One candidate's backward never runs: its steps are not those of the other."""
-    forward, backward = (
-        Graph({SERIAL: 10, PLAN: 11, INDUCTOR: 10}),
-        Graph({SERIAL: 20, PLAN: 21, INDUCTOR: 20}),
-    )
+    forward, backward = (Graph({SERIAL: 10, PLAN: 11, INDUCTOR: 10}), Graph({SERIAL: 20, PLAN: 21, INDUCTOR: 20}))
     machine = Machine(forward, backward)
     machine.step()
     while not machine.verdicts:

@@ -87,11 +87,15 @@ class Subject:
         return [verdict.winner for verdict in self.verdicts]
 
 
-def test_nothing_is_compared_before_candidates_are_offered() -> None:
-    """The plan runs, and the state is no verdict."""
-    subject = Subject({PLAN: 10})
+def test_there_is_nothing_to_compare_before_candidates_are_offered_and_of_a_single_one() -> None:
+    """The plan runs without a verdict; then the one is the verdict."""
+    subject = Subject({PLAN: 10, SERIAL: 10})
     subject.run(10)
     assert set(subject.used) == {PLAN} and not subject.tuner.is_settled and not subject.verdicts
+    subject.offer(SERIAL)
+    subject.step()
+    assert [str(verdict) for verdict in subject.verdicts] == ["segments in turn; nothing could be compared with it"]
+    assert subject.used[10:] == [SERIAL]
 
 
 def test_the_plan_runs_first_and_the_fastest_last() -> None:
@@ -102,10 +106,7 @@ def test_the_plan_runs_first_and_the_fastest_last() -> None:
     subject.run(4 * 3)
     assert subject.used == 3 * [PLAN] + 6 * [SERIAL] + 3 * [PLAN]
     subject.step()
-    assert (subject.tuner.steps_left, subject.tuner.progress) == (
-        6 * 6 - 1,
-        "segments in turn 13.00 ms, plan 10.00 ms",
-    )
+    assert (subject.tuner.steps_left, subject.tuner.progress) == (6 * 6 - 1, "segments in turn 13.00 ms, plan 10.00 ms")
     assert 0.9 < subject.tuner.left_ns / (35 * 11.5e6) < 1.2
     subject.run(ENOUGH)
     assert subject.winners == [PLAN] and subject.tuner.is_settled
@@ -120,15 +121,6 @@ def test_equals_end_a_comparison_early_and_the_simplest_stays() -> None:
     subject.offer(LOOP, SERIAL, PLAN)
     subject.run(ENOUGH)
     assert subject.winners == [LOOP] and subject.verdicts[0].num_steps == 3 * 3 * MIN_ROUNDS
-
-
-def test_a_single_candidate_is_the_verdict() -> None:
-    """Nothing is measured."""
-    subject = Subject({SERIAL: 10})
-    subject.offer(SERIAL)
-    subject.step()
-    assert [str(verdict) for verdict in subject.verdicts] == ["segments in turn; nothing could be compared with it"]
-    assert subject.used == [SERIAL]
 
 
 def test_a_late_candidate_is_compiled_when_that_is_a_small_share_of_the_training_time() -> None:
@@ -232,16 +224,19 @@ def test_a_winner_that_fails_beside_a_late_candidate_leaves_all_others() -> None
     assert subject.winners[-1] == LOOP and subject.used[-1] == LOOP
 
 
-def test_the_winner_of_an_earlier_process_may_not_compile_any_more(caplog: pytest.LogCaptureFixture) -> None:
-    """Then the others are compared."""
-    subject = Subject({SERIAL: 20, PLAN: 10})
-    candidates = [subject.late(INDUCTOR, fails=True), Candidate(variant=SERIAL), Candidate(variant=PLAN)]
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_winner_of_an_earlier_process_is_compiled_first(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is compared, unless it does not compile any more: then the others are."""
+    subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8})
+    candidates = [subject.late(INDUCTOR, fails=fails), Candidate(variant=SERIAL), Candidate(variant=PLAN)]
     subject.tuner.adopt(earlier(INDUCTOR, PLAN), candidates)
-    subject.run(ENOUGH)
-    assert (
-        subject.winners == [PLAN]
-        and "comparing again without Inductor, the fastest of an earlier run: no compiler" in caplog.text
-    )
+    subject.run(ENOUGH if fails else 10)
+    assert subject.prepared == [INDUCTOR]
+    if fails:
+        assert subject.winners == [PLAN]
+        assert "comparing again without Inductor, the fastest of an earlier run: no compiler" in caplog.text
+    else:
+        assert set(subject.used) == {INDUCTOR}
 
 
 def test_too_few_rounds_leave_the_incumbent() -> None:
@@ -265,15 +260,6 @@ def test_a_verdict_of_an_earlier_process_is_adopted() -> None:
     subject.times[PLAN] = 15
     subject.run(ENOUGH)
     assert subject.verdicts[-1].winner == INDUCTOR and subject.used[-1] == INDUCTOR
-
-
-def test_the_winner_of_an_earlier_process_is_compiled_first() -> None:
-    """Nothing is compared."""
-    subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8})
-    candidates = [subject.late(INDUCTOR), Candidate(variant=SERIAL), Candidate(variant=PLAN)]
-    subject.tuner.adopt(earlier(INDUCTOR, PLAN), candidates)
-    subject.run(10)
-    assert set(subject.used) == {INDUCTOR} == set(subject.prepared)
 
 
 def test_where_sizes_change_nothing_is_watched() -> None:

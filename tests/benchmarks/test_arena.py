@@ -44,14 +44,10 @@ class Harmful:
         return os.system, ("false",)
 
 
-def test_a_database_of_plain_values_is_read(tmp_path: Path) -> None:
-    """As the artifact's is."""
+def test_a_database_of_plain_values_is_read_and_a_pickle_that_could_run_code_is_refused(tmp_path: Path) -> None:
+    """Before it is loaded."""
     (tmp_path / "d.pkl").write_bytes(pickle.dumps({"optimal": TIMES}))
     assert read_database(tmp_path / "d.pkl") == TIMES
-
-
-def test_a_pickle_that_could_run_code_is_refused(tmp_path: Path) -> None:
-    """Before it is loaded."""
     (tmp_path / "d.pkl").write_bytes(pickle.dumps({"optimal": Harmful()}))
     with pytest.raises(ValueError, match=r"REDUCE.*expected plain values only"):
         read_database(tmp_path / "d.pkl")

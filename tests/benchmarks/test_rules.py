@@ -58,23 +58,15 @@ def test_a_baseline_is_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_without_a_split_is_the_serial_schedule(name: str) -> None:
-    """There is nothing to decide on one lane, nor beside a lane without a partner."""
+def test_a_baseline_is_the_serial_schedule_where_there_is_nothing_to_decide(name: str) -> None:
+    """On one lane, beside a lane without a partner, and where nothing of a chain can run side by side."""
     rng = random.Random(1)
-    one_lane = [({0: rng.randrange(1, 9)}, ()) for _ in range(5)]
-    tasks = device(*one_lane).tasks
-    for lanes in ((frozenset({0, 1}),), (frozenset({0, 1}), frozenset({0}))):
-        problem = Problem(tasks=tasks, lanes=lanes, atom_sizes=(1, 1))
-        assert BASELINES[name](problem) == serial_schedule(problem)
-
-
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_runs_a_single_chain_on_the_whole_device(name: str) -> None:
-    """No rule divides the units when nothing can run side by side."""
-    rng = random.Random(2)
+    tasks = device(*[({0: rng.randrange(1, 9)}, ()) for _ in range(5)]).tasks
     chain = [(scaled(rng.randrange(40, 400)), (task - 1,) if task else ()) for task in range(12)]
-    problem = device(*chain, handover=3)
-    assert BASELINES[name](problem) == serial_schedule(problem)
+    ways = ((frozenset({0, 1}),), (frozenset({0, 1}), frozenset({0})))
+    problems = [Problem(tasks=tasks, lanes=lanes, atom_sizes=(1, 1)) for lanes in ways]
+    for problem in (*problems, device(*chain, handover=3)):
+        assert BASELINES[name](problem) == serial_schedule(problem)
 
 
 # --------------------------------------------------------------------------------------------------------- one rule

@@ -29,33 +29,35 @@ def run(name: str, cluster: Cluster, *jobs: Job) -> JobSchedule:
     return simulate(cluster, jobs, policy_by_name(name, cluster, jobs))
 
 
-def test_first_come_first_served_lets_nobody_pass() -> None:
-    """A job that needs both devices waits for one, and the next job waits behind it."""
-    one, both = gang(1, 1.0), gang(2, 1.0)
-    found = run("fcfs", TWO, job("a", 10, one), job("b", 5, both), job("c", 1, one, arrival_s=1.0))
-    assert found.end_s == (10.0, 15.0, 16.0)
+ONE, BOTH, FAST, SLOW = gang(1, 1.0), gang(2, 1.0), gang(1, 1.0, "fast"), gang(1, 10.0, "slow")
 
 
-def test_apollo_lets_a_short_job_pass() -> None:
-    """It ends on the free device before the wide one can start."""
-    one, both = gang(1, 1.0), gang(2, 1.0)
-    found = run("apollo", TWO, job("a", 10, one), job("b", 5, both, arrival_s=0.5), job("c", 1, one, arrival_s=1.0))
-    assert found.end_s == (10.0, 15.0, 2.0)
+@pytest.mark.parametrize(
+    ("name", "cluster", "jobs", "end_s"),
+    [
+        # a job that needs both devices waits for one, and the next job waits behind it, or passes
+        ("fcfs", TWO, [job("a", 10, ONE), job("b", 5, BOTH), job("c", 1, ONE, arrival_s=1.0)], (10.0, 15.0, 16.0)),
+        (
+            "apollo",
+            TWO,
+            [job("a", 10, ONE), job("b", 5, BOTH, arrival_s=0.5), job("c", 1, ONE, arrival_s=1.0)],
+            (10, 15, 2),
+        ),
+        # two devices are 1.5 times as fast as one, which pays for a job that nobody waits for
+        ("apollo", TWO, [job("a", 9, ONE, gang(2, 1 / 1.5))], (6.0,)),
+        # ten steps of 10 s on the slow one, or a wait of 3 s and ten of 1 s
+        ("apollo", KINDS, [job("a", 3, FAST), job("b", 10, FAST, SLOW)], (3.0, 13.0)),
+    ],
+)
+def test_jobs_end_when_they_should(name: str, cluster: Cluster, jobs: list[Job], end_s: tuple[float, ...]) -> None:
+    """First come, first served lets nobody pass; apollo lets short jobs pass, widens lone ones, and may wait."""
+    assert run(name, cluster, *jobs).end_s == pytest.approx(end_s)
 
 
-def test_apollo_widens_a_job_that_is_alone_and_narrows_jobs_that_are_many() -> None:
-    """Two devices are 1.5 times as fast as one, which pays only for a job that nobody waits for."""
-    gangs = gang(1, 1.0), gang(2, 1 / 1.5)
-    assert run("apollo", TWO, job("a", 9, *gangs)).end_s == pytest.approx((6.0,))
-    found = run("apollo", TWO, *(job(name, 9, *gangs) for name in "abcd"))
+def test_apollo_narrows_jobs_that_are_many() -> None:
+    """Two devices are not twice as fast as one."""
+    found = run("apollo", TWO, *(job(name, 9, ONE, gang(2, 1 / 1.5)) for name in "abcd"))
     assert [each.gang.devices for each in found.placements[:2]] == [1, 1]
-
-
-def test_apollo_waits_for_a_faster_kind_if_that_pays() -> None:
-    """Ten steps of 10 s on the slow one, or a wait of 3 s and ten of 1 s."""
-    fast, slow = gang(1, 1.0, "fast"), gang(1, 10.0, "slow")
-    found = run("apollo", KINDS, job("a", 3, fast), job("b", 10, fast, slow))
-    assert found.end_s == (3.0, 13.0)
 
 
 def test_gavel_shares_one_device_in_rounds() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from apollo_compile.cluster.simulate import Room
 from apollo_compile.cluster.values import Cluster, Gang, Nodes
 
@@ -15,32 +17,19 @@ def gang(devices: int, kind: str = "gpu") -> Gang:
     return Gang(kind=kind, devices=devices, step_s=1.0)
 
 
-def test_a_small_gang_takes_the_fullest_node_that_has_room() -> None:
-    """So that whole nodes stay free for large gangs."""
+@pytest.mark.parametrize(
+    ("gangs", "taken", "left"),
+    [
+        ([3, 2, 1, 2], [((0, 3),), ((1, 2),), ((0, 1),), ((1, 2),)], 4),  # the fullest node that has room
+        ([3, 10, 5], [((0, 3),), None, ((1, 4), (0, 1))], 4),  # whole nodes, and a rest beside another gang
+        ([6, 3, 3, 1, 2], [((0, 4), (1, 2)), ((2, 3),), None, ((2, 1),), ((1, 2),)], 0),  # no node has three
+    ],
+)
+def test_gangs_take_whole_nodes_or_the_fullest_one(gangs: list[int], taken: list[object], left: int) -> None:
+    """What does not fit takes nothing, and nobody has another kind."""
     room = Room(CLUSTER)
-    assert room.take(gang(3)) == ((0, 3),)
-    assert room.take(gang(2)) == ((1, 2),)
-    assert room.take(gang(1)) == ((0, 1),)
-    assert room.take(gang(2)) == ((1, 2),)
-    assert room.free("gpu") == 4
-
-
-def test_a_large_gang_takes_whole_nodes_and_a_rest() -> None:
-    """The rest beside another gang."""
-    room = Room(CLUSTER)
-    assert room.take(gang(3)) == ((0, 3),)
-    assert room.take(gang(10)) is None
-    assert room.take(gang(5)) == ((1, 4), (0, 1))
-    assert room.free("gpu") == 4
-
-
-def test_a_gang_that_does_not_fit_takes_nothing() -> None:
-    """Five devices are free, but no node has three; and nobody has another kind."""
-    room = Room(Cluster(nodes=(Nodes(kind="gpu", count=2, devices=4),)))
-    room.take(gang(2))
-    assert room.take(gang(3)) == ((1, 3),)
-    assert room.take(gang(3)) is None and room.take(gang(1, "cpu")) is None
-    assert room.free("gpu") == 3
+    assert [room.take(gang(devices)) for devices in gangs] == taken
+    assert room.take(gang(1, "cpu")) is None and room.free("gpu") == left
 
 
 def test_what_is_given_back_is_free() -> None:

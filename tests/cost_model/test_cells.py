@@ -64,21 +64,21 @@ def test_layers_are_split_as_well_as_by_trying_all_splits(seed: int) -> None:
         assert max(sum(_.forward_s + _.backward_s for _ in part) for part in parts) == pytest.approx(best)
 
 
-def test_one_device_computes_and_updates() -> None:
+def test_devices_divide_samples_layers_and_tensors() -> None:
     """Eight layers of 30 ms; four copies of 8 MiB and what the forward keeps."""
-    (cell,) = cells_of(times, GPU, 1, 32)
-    assert cell.step_s == pytest.approx(0.24 + 7 * 8 * 2**20 / 1e12)
-    assert cell.memory_bytes == 8 * (COPIES * 2**20 + 2**22) + 100
-    assert (cell.data, cell.tensor, cell.stages, cell.bound) == (1, 1, 1, "arithmetic")
-    assert (cell.low_s, cell.high_s) == pytest.approx((0.5 * cell.step_s, 1.5 * cell.step_s))
-
-
-def test_data_parallelism_halves_the_time_on_a_fast_link() -> None:
-    """The backward hides the gradients but for the last bucket."""
     (one,) = cells_of(times, GPU, 1, 32)
-    cell = only(cells_of(times, GPU, 2, 32), 1)
-    assert (cell.data, cell.tensor) == (2, 1)
-    assert one.step_s / 2 < cell.step_s < 0.51 * one.step_s
+    assert one.step_s == pytest.approx(0.24 + 7 * 8 * 2**20 / 1e12)
+    assert one.memory_bytes == 8 * (COPIES * 2**20 + 2**22) + 100
+    assert (one.data, one.tensor, one.stages, one.bound) == (1, 1, 1, "arithmetic")
+    assert (one.low_s, one.high_s) == pytest.approx((0.5 * one.step_s, 1.5 * one.step_s))
+    parallel, pipeline = (only(cells_of(times, GPU, 2, 32), stages) for stages in (1, 2))
+    assert (parallel.data, parallel.tensor) == (2, 1)
+    assert one.step_s / 2 < parallel.step_s < 0.51 * one.step_s, "the backward hides all gradients but the last bucket"
+    assert (pipeline.data, pipeline.tensor, pipeline.microbatches) == (1, 1, 8)
+    assert pipeline.step_s == pytest.approx(0.24 / 2 * 9 / 8, rel=0.01)
+    ((sample,), (divided,)) = (cells_of(times, GPU, count, 1) for count in (1, 2))
+    assert (divided.data, divided.tensor) == (1, 2), "a batch of one"
+    assert divided.step_s == pytest.approx(sample.step_s * 0.55, rel=0.2), "nine tenths by two, and sums"
 
 
 def test_a_slow_link_bounds_the_step() -> None:
@@ -86,21 +86,6 @@ def test_a_slow_link_bounds_the_step() -> None:
     slow = replace(GPU, link=Link(1e-6, 1e7), node_link=Link(1e-6, 1e7), hides_gradients=False)
     cell = only(cells_of(times, slow, 2, 32), 1)
     assert cell.bound == "gradient sums" and cell.step_s > 8 * 2**20 / 1e7
-
-
-def test_a_pipeline_has_bubbles() -> None:
-    """Two stages and 8 micro-batches: 9/8 of half the time."""
-    cell = only(cells_of(times, GPU, 2, 32), 2)
-    assert (cell.data, cell.tensor, cell.microbatches) == (1, 1, 8)
-    assert cell.step_s == pytest.approx(0.24 / 2 * 9 / 8, rel=0.01)
-
-
-def test_a_batch_of_one_can_only_be_divided_by_tensors() -> None:
-    """Nine tenths are divided by two, and sums are added."""
-    (one,) = cells_of(times, GPU, 1, 1)
-    (cell,) = cells_of(times, GPU, 2, 1)
-    assert (cell.data, cell.tensor) == (1, 2)
-    assert cell.step_s == pytest.approx(one.step_s * 0.55, rel=0.2)
 
 
 def test_tensors_are_not_divided_over_nodes() -> None:

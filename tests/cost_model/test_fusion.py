@@ -36,37 +36,70 @@ EXP, SUM, PUT = "aten.exp.default", "aten.sum.dim_IntList", "aten.index_put.defa
 GETITEM = "getitem"
 
 
-def _totals(work: Work) -> tuple[int, int, int]:
-    return work.bytes_read, work.bytes_written, work.kernels
+GROUPED: dict[str, tuple[list[Node], tuple[int, int, int]]] = {
+    "of a chain of loops, the ends alone move bytes": (
+        [_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,)), _node(5, SUM, (4,), size=10)],
+        (200, 10, 1),
+    ),
+    "a product stands alone between two groups": (
+        [_node(1, EXP, (0,)), _node(2, MM, (1, 0)), _node(3, EXP, (2,))],
+        (100 + 200 + 100, 300, 3),
+    ),
+    "a residual around a product is not fused, which would be a cycle": (
+        [_node(1, EXP, (0,)), _node(2, MM, (1,)), _node(3, ADD, (1, 2))],
+        (100 + 100 + 200, 300, 3),
+    ),
+    "a view stands for what it looks at": (
+        [_node(1, EXP, (0,)), _node(2, VIEW, (1,)), _node(3, EXP, (2,))],
+        (100, 100, 1),
+    ),
+    "a slice is read for its own size": (
+        [_node(1, MM, (0,)), _node(2, "aten.slice.Tensor", (1,), size=20), _node(3, EXP, (2,), size=20, read=20)],
+        (100 + 20, 100 + 20, 2),
+    ),
+    "a loop computes constants for itself": ([_node(1, FULL, (), read=0), _node(2, ADD, (0, 1))], (100, 100, 1)),
+    "a scatter needs constants in memory": ([_node(1, FULL, (), read=0), _node(2, PUT, (1, 0))], (200, 200, 2)),
+    "a chain that is computed again joins its only reader, long before the product": (
+        [_node(1, EXP, (0,)), _node(2, EXP, (1,)), _node(3, MM, (9, 8)), _node(4, ADD, (2, 3))],
+        (400, 200, 2),
+    ),
+    "readers of one value share its read": (
+        [_node(1, MM, (0,)), _node(2, EXP, (1,)), _node(3, SUM, (1,), size=10)],
+        (100 + 100, 100 + 100 + 10, 2),
+    ),
+    "a gather reads what it picks": (
+        [_node(1, MM, (0,), size=1000), _node(2, "aten.index.Tensor", (1,), read=60, size=50)],
+        (100 + 60, 1000 + 50, 2),
+    ),
+    "a reduction with two results stays in the group of their readers": (
+        [
+            _node(1, "aten.var_mean.correction", (0,), size=20),
+            *(_node(number, GETITEM, (1,), size=10, read=0) for number in (2, 3)),
+            _node(4, "aten.sub.Tensor", (0, 2), read=110),
+            _node(5, "aten.mul.Tensor", (3, 4), read=110),
+        ],
+        (100, 100, 1),
+    ),
+    "a pointwise operator is a loop": ([_node(1, EXP, (0,)), _node(2, "aten.mul.Tensor", (1,))], (100, 100, 1)),
+    "a library call stands alone": (
+        [_node(1, EXP, (0,)), _node(2, "aten.convolution_backward.default", (1,)), _node(3, EXP, (2,))],
+        (300, 300, 3),
+    ),
+    "what nobody knows stands alone": (
+        [_node(1, EXP, (0,)), _node(2, "users.own.default", (1,))],
+        (200, 200, 2),
+    ),
+}
+"""Nodes, with bytes read and written, and kernels."""
 
 
-def test_a_pointwise_chain_is_one_kernel() -> None:
-    """Only its ends move bytes: two inputs from outside, one result."""
-    chain = [_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,)), _node(5, SUM, (4,), size=10)]
-    work = segment_needs(chain).work
-    assert _totals(work) == (200, 10, 1)
-    assert work.flops == 40
-
-
-def test_a_product_stands_alone_between_two_groups() -> None:
-    """Its operands are written by one group and its result is read by the next."""
-    nodes = [_node(1, EXP, (0,)), _node(2, MM, (1, 0)), _node(3, EXP, (2,))]
-    # read: exp 100, mm 200, exp 100; written: 100 each
-    assert _totals(segment_needs(nodes).work) == (400, 300, 3)
-
-
-def test_a_residual_is_not_fused_around_a_product() -> None:
-    """A -> mm -> b and a -> b: fusing a with b would make a cycle."""
-    nodes = [_node(1, EXP, (0,)), _node(2, MM, (1,)), _node(3, ADD, (1, 2))]
-    assert _totals(segment_needs(nodes).work) == (100 + 100 + 200, 300, 3)
-
-
-def test_a_view_stands_for_what_it_looks_at() -> None:
-    """Views cost nothing and do not end a group; a slice is read for its own size."""
-    nodes = [_node(1, EXP, (0,)), _node(2, VIEW, (1,)), _node(3, EXP, (2,))]
-    assert _totals(segment_needs(nodes).work) == (100, 100, 1)
-    nodes = [_node(1, MM, (0,)), _node(2, "aten.slice.Tensor", (1,), size=20), _node(3, EXP, (2,), size=20, read=20)]
-    assert _totals(segment_needs(nodes).work) == (100 + 20, 100 + 20, 2)
+@pytest.mark.parametrize("name", GROUPED)
+def test_what_crosses_groups_is_counted(name: str) -> None:
+    """Within a group nothing moves."""
+    nodes, expected = GROUPED[name]
+    work = segment_needs(nodes).work
+    assert (work.bytes_read, work.bytes_written, work.kernels) == expected
+    assert work.flops == sum(node.work.flops for node in nodes)
 
 
 def test_a_saved_value_is_written_although_it_is_fused() -> None:
@@ -97,52 +130,6 @@ def test_the_workspace_is_what_crosses_groups_and_is_not_returned() -> None:
     table = [_node(1, PUT, (0,), size=500), _node(2, MM, (1,))]
     table[0] = replace(table[0], work=replace(table[0].work, bytes_written=10))
     assert segment_needs(table).workspace_bytes == 500  # all of what a scatter writes a few rows of
-
-
-def test_constants_belong_to_their_readers() -> None:
-    """A loop computes them for itself; a product or scatter needs them in memory."""
-    fused = [_node(1, FULL, (), read=0), _node(2, ADD, (0, 1))]
-    assert _totals(segment_needs(fused).work) == (100, 100, 1)
-    scattered = [_node(1, FULL, (), read=0), _node(2, PUT, (1, 0))]
-    assert _totals(segment_needs(scattered).work) == (200, 200, 2)
-
-
-def test_a_recomputed_chain_joins_its_only_reader() -> None:
-    """Backward passes recompute activations from what was saved, long before a product's result needs them."""
-    nodes = [_node(1, EXP, (0,)), _node(2, EXP, (1,)), _node(3, MM, (9, 8)), _node(4, ADD, (2, 3))]
-    assert segment_needs(nodes).work.kernels == 2
-
-
-def test_readers_of_one_value_share_its_read() -> None:
-    """Two loops over the same tensor follow each other in one function."""
-    nodes = [_node(1, MM, (0,)), _node(2, EXP, (1,)), _node(3, SUM, (1,), size=10)]
-    assert _totals(segment_needs(nodes).work) == (100 + 100, 100 + 100 + 10, 2)
-
-
-def test_a_gather_reads_what_it_picks() -> None:
-    """The table is larger than the bytes read from it."""
-    nodes = [_node(1, MM, (0,), size=1000), _node(2, "aten.index.Tensor", (1,), read=60, size=50)]
-    assert segment_needs(nodes).work.bytes_read == 100 + 60
-
-
-def test_several_results_are_read_through_getitem() -> None:
-    """A reduction with two results stays in the group of its readers."""
-    nodes = [
-        _node(1, "aten.var_mean.correction", (0,), size=20),
-        _node(2, GETITEM, (1,), size=10, read=0),
-        _node(3, GETITEM, (1,), size=10, read=0),
-        _node(4, "aten.sub.Tensor", (0, 2), read=110),
-        _node(5, "aten.mul.Tensor", (3, 4), read=110),
-    ]
-    assert segment_needs(nodes).work.kernels == 1
-
-
-@pytest.mark.parametrize("target", ("aten.mm.default", "aten.convolution_backward.default", "users.own.default"))
-def test_calls_stand_alone(target: str) -> None:
-    """Library calls, and what nothing is known of; a pointwise operator between two others does not."""
-    ends = _node(1, EXP, (0,)), _node(3, EXP, (2,))
-    assert segment_needs([ends[0], _node(2, target, (1,)), ends[1]]).work.kernels == 3
-    assert segment_needs([ends[0], _node(2, "aten.mul.Tensor", (1,)), ends[1]]).work.kernels == 1
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -180,34 +167,17 @@ def test_fused_groups_never_form_a_cycle(seed: int) -> None:
 
 
 def test_a_segment_knows_its_kernels_one_by_one() -> None:
-    """Loop, product, loop: each with its own bytes, and what comes from outside the segment apart."""
-    product = Work(
-        flops=10,
-        bytes_read=200,
-        bytes_written=100,
-        kernels=1,
-        parts=(Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=10, tiles=3),),
-    )
+    """Loop, product, loop: each with its own bytes, what comes from outside apart, launches, and equal ones counted."""
+    parts = (Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=10, tiles=3, launches=2),)
+    product = Work(flops=10, bytes_read=200, bytes_written=100, kernels=2, parts=parts)
     nodes = [_node(1, EXP, (0,)), replace(_node(2, MM, (1, 0)), work=product), _node(3, EXP, (2,))]
-    loop = Kernel(flops=10, bytes_moved=200, bytes_from_outside=100)
-    assert segment_needs(nodes).work.parts == (
-        loop,
-        Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=10, bytes_moved=300, bytes_from_outside=100, tiles=3),
+    work = segment_needs(nodes).work
+    assert work.parts == (
+        Kernel(flops=10, bytes_moved=200, bytes_from_outside=100),
+        replace(parts[0], bytes_moved=300, bytes_from_outside=100),
         Kernel(flops=10, bytes_moved=200),
     )
-
-
-def test_a_call_that_launches_several_kernels_counts_as_several() -> None:
-    """A loop before it is one, and stays it."""
-    gradients = Work(flops=10, bytes_read=200, bytes_written=100, kernels=2, parts=(Kernel(flops=10, launches=2),))
-    nodes = [_node(1, EXP, (0,)), replace(_node(2, MM, (1, 0)), work=gradients)]
-    work = segment_needs(nodes).work
-    assert [part.launches for part in work.parts] == [1, 2]
-    assert work.kernels == 3
-
-
-def test_equal_kernels_are_counted() -> None:
-    """Two readers of different values from outside."""
+    assert work.kernels == 4
     (part,) = segment_needs([_node(2, EXP, (0,)), _node(3, EXP, (1,))]).work.parts
     assert part == Kernel(flops=10, bytes_moved=200, bytes_from_outside=100, count=2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,68 +13,47 @@ from apollo_compile.ir import Kernel, KernelKind, Work
 from apollo_compile.target.profile import Arithmetic, Rate
 from tests.profiles import CPU, CUDA
 
+LOOPS = Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2)
+TWICE = Work(parts=(Kernel(flops=4000, bytes_moved=200, launches=2, count=3),))
+"""A kernel that a library makes in two; its arithmetic and its bytes are not more."""
+FAR = Work(parts=(Kernel(bytes_moved=1000, bytes_from_outside=1000),))
+
 
 @pytest.mark.parametrize(
-    ("work", "units", "expected"),
+    ("work", "units", "options", "expected"),
     [
-        (Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2), 1, 100 + 2 * 10 + 4000 + 200),
-        (Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2), 4, 100 + 2 * 15 + 1000 + 100),
-        (Work(flops=10, bytes_read=2000, bytes_written=1000, kernels=1), 2, 100 + 15 + 5 + 2000),
-        (Work(parts=(Kernel(kind=KernelKind.MATMUL, flops=4000, count=3),)), 1, 100 + 3 * (10 + 400)),
-        (Work(parts=(Kernel(kind=KernelKind.MATMUL, dtype="float64", flops=4000),)), 4, 100 + 15 + 200),
-        (Work(parts=(Kernel(bytes_moved=300, bytes_from_outside=100),)), 1, 100 + 10 + 200 + 100),
-        (Work(), 1, 100),
+        (LOOPS, 1, {}, 100 + 2 * 10 + 4000 + 200),
+        (LOOPS, 4, {}, 100 + 2 * 15 + 1000 + 100),
+        (Work(flops=10, bytes_read=2000, bytes_written=1000, kernels=1), 2, {}, 100 + 15 + 5 + 2000),
+        (Work(parts=(Kernel(kind=KernelKind.MATMUL, flops=4000, count=3),)), 1, {}, 100 + 3 * (10 + 400)),
+        (Work(parts=(Kernel(kind=KernelKind.MATMUL, dtype="float64", flops=4000),)), 4, {}, 100 + 15 + 200),
+        (Work(parts=(Kernel(bytes_moved=300, bytes_from_outside=100),)), 1, {}, 100 + 10 + 200 + 100),
+        (Work(), 1, {}, 100),
+        (Work(parts=(Kernel(count=4),)), 1, {"num_tensors": 5}, 100 + 4 * 10 + 5 * 3),
+        (Work(parts=(Kernel(count=4),)), 1, {"is_first": True}, 100 + 4 * (10 + 1)),
+        (TWICE, 1, {}, 100 + 3 * (2 * 10 + 4000 + 200)),
+        (TWICE, 4, {"is_first": True}, 100 + 3 * (2 * (15 + 1) + 1000 + 100)),
+        (FAR, 1, {"footprint": 1000}, 1110),
+        (FAR, 1, {"footprint": 2000}, 2110),  # the more was touched since, the slower is what others made
+        (Work(parts=(Kernel(bytes_moved=1000),)), 1, {"footprint": 2000}, 1110),
     ],
 )
-def test_a_duration_is_fixed_times_plus_arithmetic_plus_bytes(work: Work, units: int, expected: int) -> None:
-    """Figures done by hand; totals without kernels are taken as equal loops."""
-    assert predict(work, CPU, units).duration_ns == expected
+def test_a_duration_is_fixed_times_plus_arithmetic_plus_bytes(
+    work: Work, units: int, options: dict[str, Any], expected: int
+) -> None:
+    """Figures done by hand; totals without kernels are taken as equal loops, and cold code and tensors cost extra."""
+    assert predict(work, CPU, units, **options).duration_ns == expected
 
 
-def test_tensors_and_cold_code_cost_extra() -> None:
-    """Every tensor of the call, and every kernel of a body that runs for the first time."""
-    work = Work(parts=(Kernel(count=4),))
-    warm = predict(work, CPU, 1).duration_ns
-    assert predict(work, CPU, 1, num_tensors=5).duration_ns == warm + 5 * 3
-    assert predict(work, CPU, 1, is_first=True).duration_ns == warm + 4 * 1
-
-
-def test_fixed_times_are_those_of_every_launch() -> None:
-    """Of a kernel that a library makes in two; its arithmetic and its bytes are not more."""
-    kernel = Kernel(flops=4000, bytes_moved=200, launches=2, count=3)
-    assert predict(Work(parts=(kernel,)), CPU, 1).duration_ns == 100 + 3 * (2 * 10 + 4000 + 200)
-    assert predict(Work(parts=(kernel,)), CPU, 4, is_first=True).duration_ns == 100 + 3 * (2 * (15 + 1) + 1000 + 100)
-    assert predict(Work(parts=(kernel,)), CUDA, 1).duration_ns == 100 + 3 * (2 * 10 + 4000)
-
-
-def test_what_others_made_is_slower_to_read_the_more_was_touched_since() -> None:
-    """The rate of far bytes is one of the footprint; that of the segment's own bytes is not."""
-    far = Work(parts=(Kernel(bytes_moved=1000, bytes_from_outside=1000),))
-    near = Work(parts=(Kernel(bytes_moved=1000),))
-    assert predict(far, CPU, 1, footprint=1000).duration_ns == 1110
-    assert predict(far, CPU, 1, footprint=2000).duration_ns == 2110
-    assert predict(near, CPU, 1, footprint=2000).duration_ns == 1110
-
-
-def test_the_memory_share_is_that_of_the_bytes() -> None:
-    """Fixed times count as arithmetic: nobody who uses the memory slows them."""
-    work = Work(parts=(Kernel(flops=290, bytes_moved=600),))
-    assert predict(work, CPU, 1).memory_share == 0.6
-    assert predict(Work(), CPU, 1).memory_share == 0.0
-    assert predict(Work(), replace(CPU, launch_ns=0), 1).memory_share == 0.0
-
-
-def test_the_launch_share_is_that_of_the_fixed_times() -> None:
-    """Of the segment, of its tensors, of its kernels, on several units and for cold code."""
+def test_shares_are_those_of_bytes_and_of_fixed_times() -> None:
+    """Fixed times are those of the segment, its tensors and its kernels; nobody who uses the memory slows them."""
+    assert predict(Work(parts=(Kernel(flops=290, bytes_moved=600),)), CPU, 1).memory_share == 0.6
     work = Work(parts=(Kernel(flops=300, count=2), Kernel(flops=70)))
     assert predict(work, CPU, 1).launch_share == round(130 / 800, 3)
     assert predict(work, CPU, 2, num_tensors=4, is_first=True).launch_share == round(160 / 495, 3)
-    assert predict(Work(), CPU, 1).launch_share == 1.0
-
-
-def test_no_duration_is_zero() -> None:
-    """Starts must order segments strictly."""
-    assert predict(Work(), replace(CPU, launch_ns=0), 1).duration_ns == 1
+    assert predict(Work(), CPU, 1)[1:] == (0.0, 1.0)
+    least = predict(Work(), replace(CPU, launch_ns=0), 1)
+    assert (least.duration_ns, least.memory_share) == (1, 0.0), "starts must order segments strictly"
 
 
 def test_a_cpu_kernel_that_gains_nothing_from_more_cores_uses_one() -> None:
@@ -103,6 +83,7 @@ def test_a_gpu_overlaps_arithmetic_and_bytes() -> None:
     computing, moving = Kernel(flops=4000, bytes_moved=100), Kernel(flops=100, bytes_moved=4000)
     assert predict_kernel(computing, CUDA, 1) == (10 + 4000, 0.0, 10.0)
     assert predict_kernel(moving, CUDA, 1) == (10 + 4000, 4000.0, 10.0)
+    assert predict(TWICE, CUDA, 1).duration_ns == 100 + 3 * (2 * 10 + 4000)
 
 
 @pytest.mark.parametrize(

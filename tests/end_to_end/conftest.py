@@ -40,6 +40,14 @@ def either(request: pytest.FixtureRequest, lanes: dict[str, Any]) -> dict[str, A
     return {**lanes, "options": {**lanes["options"], "runtime.bodies": request.param}}
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Ask torch for the same numbers every time."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def _as_the_results_say(request: pytest.FixtureRequest, how_graphs_ran: HowGraphsRan | None) -> Iterator[None]:
     """Start from one seed, without what Dynamo compiled for others; what the results have in segments still must be.

@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,16 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import apollo_compile
-from apollo_compile.autotune.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, PER_CALL
+from apollo_compile.autotune.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN
 from apollo_compile.device.cpu import execute
 from apollo_compile.ir import Variant
-from apollo_compile.planner import apart
 from apollo_compile.session import compile as session_compile
 from apollo_compile.session import registry
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.target.compilation import Finding
 from apollo_compile.torch_bridge import whole
 from tests.end_to_end.marks import needs_two_cores
-from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 AUTOTUNED = {
     "debug.strict": True,
@@ -76,50 +72,6 @@ def compiled_towers(**options: object) -> tuple[nn.Module, tuple[torch.Tensor, t
     model.zero_grad()
     (found,) = registry.find_models(model)
     return run, inputs, found
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Ask torch for the same numbers every time."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@needs_two_cores
-def test_training_is_as_in_eager_while_the_variants_compete() -> None:
-    """Every step runs another variant than some before it; no number shows that."""
-    model, inputs = TwoTowers(), two_tower_inputs()
-    steps = 3 * (MIN_ROUNDS + 1) * PER_CALL.steps_per_turn  # into what follows the first comparison
-    eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
-    variants: list[tuple[str, ...]] = []
-
-    def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
-        loss = run(*inputs).square().mean()
-        variants.append(tuple(graph.variant for graph in registry.compiled_models()[-1].graphs))
-        return loss
-
-    assert_same_training(eager, train(model, loss_of, steps=steps, backend="apollo", options=AUTOTUNED))
-    assert {(Variant.SERIAL, Variant.SERIAL), (Variant.PLAN, Variant.PLAN)} <= set(variants)
-
-
-@needs_two_cores
-def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
-    """Whether a step of a comparison does it, or an earlier process found it out; the bound is that of the plan."""
-    run, inputs, found = compiled_towers()
-    bounds = [graph.bound_ns for graph in apollo_compile.report(run).graphs]
-    apart.stop_planner()
-    for graph in found.graphs:
-        assert Variant.PLAN in graph.variants.available, "the plan is the serial one"
-        graph.tuner = None  # nobody but this test decides
-        known = graph.compilation
-        finding = Finding(observations=known.observations, plan=known.plan, variant=Variant.SERIAL, verdict=None)
-        graph.use(Variant.SERIAL)
-        assert replace(graph, first=replace(known, finding=finding)).variant == Variant.SERIAL
-    torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
-    assert apart.stop_planner() is None, "the planner's process was started"
-    after = apollo_compile.report(run).graphs
-    assert [graph.bound_ns for graph in after] == bounds and min(bounds) > 0
 
 
 @needs_two_cores
@@ -380,18 +332,3 @@ def test_a_second_run_begins_where_the_first_one_ended(
     text = str(apollo_compile.report(run))
     assert "of an earlier training loop" in text
     assert ("Inductor was the fastest when it was measured" in text) == (variant == Variant.INDUCTOR)
-
-
-@pytest.mark.soak
-@needs_two_cores
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_graph_that_is_not_remembered_has_its_comparison_alone(gone: int, tmp_path: Path) -> None:
-    """Forward or backward, whichever file is lost: the other one runs as it did, and everything is decided again."""
-    options = {"plan.remember": True, "device.cache": tmp_path}
-    for _ in range(2):
-        run, inputs, found = compiled_towers(**options)
-        train_until_settled(run, inputs)
-        assert found.verdict is not None
-        files = sorted((tmp_path / "history").iterdir())
-        assert len(files) >= 2
-        files[gone].unlink()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +12,11 @@ import torch.distributed as dist
 from torch._dynamo.exc import BackendCompilerFailed
 
 from apollo_compile import __version__
-from apollo_compile.device.cpu.execute import available_units
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks, RankStore
 from apollo_compile.errors import RankError
-from apollo_compile.ir import Plan
 from apollo_compile.session import backend, registry
-from apollo_compile.session.learner import OBSERVED_RUNS, SKIPPED_RUNS
-from apollo_compile.store.profiles import default_profile, save_profile
-from tests.end_to_end.models import NEVER_AS_LONG_NS, STRICT, TwoTowers, two_tower_inputs
+from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
 
 QUICK = {**STRICT, "plan.planner": "greedy", "plan.time_limit_s": 0.1}
 LENIENT = {**QUICK, "debug.strict": False, "device.profile": "cpu", "plan.min_gain": 0.0, "runtime.bodies": "eager"}
@@ -44,58 +40,8 @@ class Meddler:
         return f"{__version__}\n{json.dumps(decision)}".encode()
 
 
-def compile_as_rank(store: RankStore, folder: Path, monkeypatch: pytest.MonkeyPatch, launch_ns: int) -> list[Plan]:
-    """Train two towers as a rank that believes in `launch_ns`; return its plans, which stay."""
-    torch._dynamo.reset()
-    ranks = Ranks(store)
-    monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
-    file = folder / f"{launch_ns}.json"
-    save_profile(dataclasses.replace(default_profile(available_units()), name="wrong", launch_ns=launch_ns), file)
-    torch.manual_seed(0)
-    model, inputs = TwoTowers(), two_tower_inputs()
-    run = torch.compile(model, backend="apollo", options={**QUICK, "device.profile": file, "plan.autotune": False})
-    plans = []
-    for _ in range(SKIPPED_RUNS + OBSERVED_RUNS + 2):
-        model.zero_grad()
-        run(*inputs).square().mean().backward()
-        (entry,) = registry.find_models(model)
-        plans.append([graph.compilation.plan for graph in entry.graphs])
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    model(*inputs).square().mean().backward()
-    torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()], rtol=1e-3, atol=1e-5)
-    assert all(each == plans[1] for each in plans[1:]) and all(graph.is_settled for graph in entry.graphs)
-    return plans[-1]
-
-
-def test_a_rank_that_believes_something_else_runs_the_plan_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And stays with it, whatever it measures."""
-    store = dist.HashStore()
-    first = compile_as_rank(store, tmp_path, monkeypatch, launch_ns=NEVER_AS_LONG_NS)
-    second = compile_as_rank(store, tmp_path, monkeypatch, launch_ns=10 * NEVER_AS_LONG_NS)
-    assert first == second and len(first) == 2
-    alone = compile_as_rank(dist.HashStore(), tmp_path, monkeypatch, launch_ns=10 * NEVER_AS_LONG_NS)
-    assert [plan.makespan_ns for plan in alone] != [plan.makespan_ns for plan in second]
-
-
-@dataclasses.dataclass
-class Followed:
-    """What one rank ran, step by step."""
-
-    steps: list[list[Plan]]
-    """Per step, the plan of every graph."""
-    fallbacks: list[str]
-
-
-def follow(
-    store: RankStore,
-    monkeypatch: pytest.MonkeyPatch,
-    steps: int,
-    **options: object,
-) -> Followed:
-    """Train two towers as a rank; note the plans that it ran."""
+def follow(store: RankStore, monkeypatch: pytest.MonkeyPatch, steps: int, **options: object) -> tuple[Any, list[str]]:
+    """Train two towers as a rank; return per step the plan of every graph that it ran, and reasons of fallbacks."""
     torch._dynamo.reset()
     ranks = Ranks(store)
     torch.manual_seed(0)
@@ -109,8 +55,7 @@ def follow(
         for _ in range(steps):
             run(*inputs).square().mean().backward()
             seen.append([graph.compilation.plan for graph in entry.graphs])
-    reasons = [reason for _, reason in entry.fallbacks]
-    return Followed(steps=seen, fallbacks=reasons)
+    return seen, [reason for _, reason in entry.fallbacks]
 
 
 def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_all_ranks(
@@ -120,10 +65,10 @@ def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_
     store = dist.HashStore()
     with monkeypatch.context() as patched:
         patched.setattr("apollo_compile.distributed.agreement.MAX_BYTES", 100)
-        first = follow(store, monkeypatch, steps=0)
-    second = follow(store, monkeypatch, steps=0)
-    assert first.fallbacks == second.fallbacks != []
-    assert all("is too large for the store in which ranks agree on it" in reason for reason in first.fallbacks)
+        _, first = follow(store, monkeypatch, steps=0)
+    _, second = follow(store, monkeypatch, steps=0)
+    assert first == second != []
+    assert all("is too large for the store in which ranks agree on it" in reason for reason in first)
 
 
 def test_a_plan_from_a_file_is_that_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +78,8 @@ def test_a_plan_from_a_file_is_that_of_all_ranks(tmp_path: Path, monkeypatch: py
     (file,) = dump.glob("*_forward/plan.json")
     damaged = tmp_path / "damaged.json"
     damaged.write_text("{")
-    first, second = (follow(store, monkeypatch, steps=1, **{"plan.file": path}) for path in (file, damaged))
-    assert first.steps[0][0] == second.steps[0][0]
-    assert first.steps[0][0].pinned
+    first, second = (follow(store, monkeypatch, steps=1, **{"plan.file": path})[0][0][0] for path in (file, damaged))
+    assert first == second and first.pinned
 
 
 OTHER_LANES = "the plan of another rank is for lanes with"

@@ -294,9 +294,7 @@ def _console_lines(block: Block) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [*sorted(ROOT.glob("*.md")), BENCHMARKS, *PAGES],
-    ids=lambda page: f"{page.parent.name}-{page.stem}",
+    "page", [*sorted(ROOT.glob("*.md")), BENCHMARKS, *PAGES], ids=lambda page: f"{page.parent.name}-{page.stem}"
 )
 def test_links_lead_somewhere(page: Path) -> None:
     """To files of the repository, and to headings of pages."""

@@ -249,25 +249,6 @@ class _Moves(nn.Module):
         return self.norm(self.linear(x))
 
 
-def test_parameters_are_not_copied() -> None:
-    """What runs reads the user's own memory; only where a graph writes to it, there is a copy."""
-    read = []
-
-    @torch.compiler.disable
-    def look(weight: torch.Tensor) -> None:
-        read.append(weight.data_ptr())
-
-    class Watched(Halves):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            look(self.left.weight)
-            return super().forward(x, y)
-
-    model = Watched()
-    with torch.no_grad():
-        explain(model, (torch.ones(64, 64), torch.ones(64, 64)), options=GREEDY)
-    assert read == [model.left.weight.data_ptr()]
-
-
 @pytest.mark.parametrize("through_method", [False, True])
 def test_what_a_forward_writes_is_written_to_a_copy(through_method: bool) -> None:
     """Parameters and buffers, whether the module is called or one of its methods."""

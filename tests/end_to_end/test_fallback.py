@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from apollo_compile.config import load_config
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Role
 from apollo_compile.session import compile as session_compile
-from apollo_compile.session import registry
+from apollo_compile.session import planning, registry
 from apollo_compile.session.planning import reason_to_fall_back
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.torch_bridge import bodies, joint_passes
@@ -255,15 +256,16 @@ def test_a_backward_of_a_fallback_uses_up_what_was_saved_as_torchs_does() -> Non
     assert twice("apollo", options=USUAL) == twice("inductor")
 
 
-def test_an_error_in_tracing_with_our_settings_is_no_end_of_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("room", "name"), [(joint_passes, "keep_reads"), (planning, "compile_partition")])
+def test_a_defect_of_ours_is_no_end_of_training(
+    room: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A defect of ours outside of planning, such as in a pass over the graph, is one warning and a fallback."""
+    """In planning or outside of it, such as in a pass over the graph: it is one warning and a fallback."""
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr(joint_passes, "keep_reads", fail)
+    monkeypatch.setattr(room, name, fail)
     model = Product()
     x = a_batch(model)
     loss = lambda run: run(x).square().mean()  # noqa: E731
@@ -271,7 +273,7 @@ def test_an_error_in_tracing_with_our_settings_is_no_end_of_training(
         apollo = train(model, loss, steps=2, backend="apollo", options={"plan.remember": False})
     assert_same_training(train(model, loss, steps=2), apollo)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "falls back to torch.compile" in line and "a defect" in line
+    assert "falls back to torch.compile: ValueError: a defect" in line
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)

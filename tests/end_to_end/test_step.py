@@ -11,7 +11,7 @@ import itertools
 import logging
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import Step
 from apollo_compile.tools.explain_step import explain_step
 from apollo_compile.tools.report import report, status
-from tests.end_to_end.models import TwoTowers
 from tests.end_to_end.twins import (
     EAGER,
     Batch,
@@ -40,34 +39,7 @@ from tests.end_to_end.twins import (
     ran_as_program,
     run_loop,
     state_of,
-    towers_batch,
-    towers_loss,
 )
-
-ADAMW = partial(torch.optim.AdamW, eps=1e-3)
-"""With the usual epsilon, gradients that are zero but for rounding become full steps in a random direction."""
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, ADAMW], ids=["SGD", "AdamW"])
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("make", "loss_fn", "make_batch"),
-    [(Chain, chain_loss, chain_batch), (lambda: TwoTowers(depth=1), towers_loss, towers_batch)],
-    ids=["chain", "towers"],
-)
-def test_ten_steps_are_those_of_the_loop(
-    make: Callable[[], nn.Module],
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    make_batch: Callable[[int], Batch],
-    count: int,
-    optimizer: Callable[..., torch.optim.Optimizer],
-) -> None:
-    """Losses, parameters, running statistics and the state of the optimizer."""
-    twins = Twins(make, loss_fn, partial(optimizer, lr=0.01), count=count)
-    for seed in range(10):
-        twins.take(make_batch(seed))
-    assert ran_as_program(twins.step) and twins.own is not None and twins.others is not None
-    assert twins.own.state_dict()["state"].keys() == twins.others.state_dict()["state"].keys()
 
 
 def test_batches_may_have_different_numbers_of_micro_batches() -> None:
@@ -78,87 +50,23 @@ def test_batches_may_have_different_numbers_of_micro_batches() -> None:
     assert len(twins.step.verdicts) == 2 and ran_as_program(twins.step)
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_programs_give_the_bits_of_the_compiled_loop_with_deterministic_algorithms(clip: float | None) -> None:
     """Sums, the norm and the optimizer do the same arithmetic in the same order."""
     model = Chain(dropout=0.5)
     expected = copy.deepcopy(model)
     own, others = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, expected))
-    torch.use_deterministic_algorithms(True)
-    try:
-        step = compile_step(model, chain_loss, own, microbatches=4, clip_grad_norm=clip, options=EAGER)
-        run = torch.compile(lambda part: chain_loss(expected, part), backend="apollo", options=EAGER, dynamic=False)
-        for seed in range(4):
-            torch.manual_seed(seed)
-            loss = step(chain_batch(seed))
-            torch.manual_seed(seed)
-            wanted = run_loop(expected, lambda _, part: run(part), split_evenly(chain_batch(seed), 4), others, clip)
-            assert torch.equal(loss, wanted)
-            for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-                assert torch.equal(parameter, other)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    step = compile_step(model, chain_loss, own, microbatches=4, clip_grad_norm=clip, options=EAGER)
+    run = torch.compile(lambda part: chain_loss(expected, part), backend="apollo", options=EAGER, dynamic=False)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        loss = step(chain_batch(seed))
+        torch.manual_seed(seed)
+        wanted = run_loop(expected, lambda _, part: run(part), split_evenly(chain_batch(seed), 4), others, clip)
+        assert torch.equal(loss, wanted)
+        assert all(map(torch.equal, model.parameters(), expected.parameters()))
     assert ran_as_program(step)
-
-
-class Tied(nn.Module):
-    """One matrix that is used twice, one parameter that is frozen, and one whose gradient is that of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
-        self.outer.weight = self.inner.weight
-        self.scale = nn.Parameter(torch.ones(16), requires_grad=False)
-        self.first, self.second = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(torch.tanh(self.inner(x * self.scale))) + self.first + self.second
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_parameters_share_no_gradient_and_frozen_ones_have_none(count: int) -> None:
-    """As in eager; clipping multiplies every gradient in place, once."""
-    twins = Twins(Tied, count=count, clip_grad_norm=0.1)
-    for seed in range(3):
-        twins.take(chain_batch(seed))
-    assert ran_as_program(twins.step)
-    gradients = [p.grad for p in twins.model.parameters() if p.grad is not None]
-    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == len(gradients) == 3
-
-
-def test_evaluation_in_between_and_other_shapes_get_programs_of_their_own() -> None:
-    """What the model does differs in evaluation mode, and so do the shapes of a last batch."""
-    twins = Twins(count=2)
-    for turn in range(24):
-        for each in twins.both:
-            each.train(turn % 3 < 2)
-        twins.take(chain_batch(turn, (16, 8)[turn % 2]))
-    assert len(twins.step.tuners) == 4
-
-
-class Weighed(Chain):
-    """A chain with a number and a buffer that the training loop changes as it goes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.beta = 1.0
-        self.register_buffer("center", torch.zeros(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.beta - self.center
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_what_the_code_refers_to_may_change_between_steps(count: int) -> None:
-    """As Dynamo's guards see it: a number is compiled anew, and a buffer that was replaced is read."""
-    twins = Twins(Weighed, count=count)
-    for seed in range(8):
-        for each in twins.both:
-            each.beta = 1.0 if seed < 3 else 0.5
-            if seed >= 5:
-                each.center = torch.full((16,), float(seed))
-        twins.take(chain_batch(seed))
-    assert ran_as_program(twins.step)
 
 
 def test_one_tensor_may_be_there_twice_and_not_the_next_time() -> None:
@@ -205,16 +113,6 @@ def test_batches_whose_size_changes_in_every_step_are_compiled_for_all_sizes(cou
         num_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
         assert num_compiled <= (3 if seed < 12 else 4), "the first size, one for others, all sizes; and a frequent one"
     assert len(twins.step.tuners) == 2 and num_compiled == 4
-
-
-def test_a_number_that_changes_in_every_step_fills_dynamo_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Then steps run as those of rare kinds do, which read it as a symbol."""
-    twins = Twins(Weighed)
-    for seed in range(2 * torch._dynamo.config.recompile_limit):
-        for each in twins.both:
-            each.beta = 2.0 + seed
-        twins.take(chain_batch(seed))
-    assert sum("hit config" in record.getMessage() for record in caplog.records) <= 2, "one for each way to compile it"
 
 
 def test_parts_of_different_sizes_are_compiled_for_all_sizes() -> None:
@@ -384,33 +282,25 @@ def test_a_step_that_keeps_tensors_is_not_predicted_a_program() -> None:
     assert "loop over micro-batches: the loss function keeps tensors besides those that it returns" in str(planned)
 
 
-def test_wrong_arguments_are_refused_in_words() -> None:
-    """Before anything is compiled."""
-    with pytest.raises(ConfigError, match="microbatches is 0; expected a number of at least 1"):
-        compile_step(Chain(), chain_loss, microbatches=0)
-    with pytest.raises(ConfigError, match="'auto'; expected a number of at least 1; it is no longer searched for"):
-        compile_step(Chain(), chain_loss, microbatches="auto")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"clip_grad_norm is -1\.0; expected a norm above 0"):
-        compile_step(Chain(), chain_loss, clip_grad_norm=-1.0)
-    with pytest.raises(TargetError, match=r"micro-batches weigh \[0.0, 0.0\]"):
-        compile_step(Chain(), chain_loss, microbatches=2, weigh=lambda part: 0.0)(chain_batch(0))
-    with pytest.raises(TargetError, match="is compiled already"):
-        compile_step(torch.compile(Chain()), chain_loss)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="clip_grad_norm is '1'; expected a norm above 0"):
-        compile_step(Chain(), chain_loss, clip_grad_norm="1")  # type: ignore[arg-type]
-    for wrong, problem in (
-        (chain_loss, "optimizer is a function; expected an optimizer"),
-        (torch.optim.SGD, "optimizer is the class SGD; expected an optimizer"),
-        (torch.optim.LBFGS(Chain().parameters()), "LBFGS.step needs closure, which a compiled step does not have"),
-    ):
-        with pytest.raises(TargetError, match=problem):
-            compile_step(Chain(), chain_loss, wrong)  # type: ignore[arg-type]
-    with pytest.raises(TargetError, match=r"loss_fn is a SGD; expected a function, loss_fn\(model, micro_batch\)"):
-        compile_step(Chain(), torch.optim.SGD(Chain().parameters()), chain_loss)  # type: ignore[arg-type]
-    with pytest.raises(TargetError, match=r"returned a Tensor of shape \[16, 16\] as the loss; expected"):
-        compile_step(Chain(), lambda model, batch: model(batch["x"]), options=EAGER)(chain_batch(0))
-    with pytest.raises(TargetError, match=r"of a function: expected a torch\.nn\.Module"):
-        compile_step(chain_loss, chain_loss)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "arguments", "problem"),
+    [
+        (Chain(), chain_loss, {"microbatches": "auto"}, "'auto'; expected a number of at least 1; it is no longer"),
+        (Chain(), chain_loss, {"clip_grad_norm": -1.0}, r"clip_grad_norm is -1\.0; expected a norm above 0"),
+        (Chain(), chain_loss, {"clip_grad_norm": "1"}, "clip_grad_norm is '1'; expected a norm above 0"),
+        (torch.compile(Chain()), chain_loss, {}, "is compiled already"),
+        (chain_loss, chain_loss, {}, r"of a function: expected a torch\.nn\.Module"),
+        (Chain(), chain_loss, {"optimizer": chain_loss}, "optimizer is a function; expected an optimizer"),
+        (Chain(), chain_loss, {"optimizer": torch.optim.SGD}, "optimizer is the class SGD; expected an optimizer"),
+        (Chain(), torch.optim.SGD(layer().parameters()), {}, r"loss_fn is a SGD; expected a function, loss_fn\(model"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(
+    model: Any, loss_fn: Any, arguments: dict[str, Any], problem: str
+) -> None:
+    """Before anything is compiled; `step_cases` has more."""
+    with pytest.raises((ConfigError, TargetError), match=problem):
+        compile_step(model, loss_fn, **arguments)
 
 
 class Trainer:
@@ -427,34 +317,17 @@ class Trainer:
 
 
 def test_a_trainer_whose_loss_function_knows_its_step_goes_with_it() -> None:
-    """Also while programs are compared with what calls that function."""
+    """And all that was linked, although Dynamo keeps graphs; also while programs are compared with what calls that."""
     trainer = Trainer()
     for _ in range(1000):
         trainer.step(chain_batch(0))
         if trainer.step.tuners and "measuring" in trainer.step.verdicts[0]:
             break
-    references = [weakref.ref(each) for each in (trainer, trainer.step, trainer.model, trainer.step.tuners[0])]
-    del trainer
+    model, step = trainer.model, trainer.step
+    references = list(map(weakref.ref, (trainer, step, model, step.tuners[0], model.layers[0][0].weight)))
+    del trainer, model, step
     gc.collect()
-    assert [reference() for reference in references] == 4 * [None]
-
-
-def test_a_step_that_is_dropped_keeps_nothing_alive() -> None:
-    """Neither its model nor what it linked, although Dynamo keeps the graphs that it compiled."""
-    model = Chain()
-    step = compile_step(model, chain_loss, torch.optim.SGD(model.parameters(), lr=0.1), options=EAGER)
-    for seed in range(4):
-        step(chain_batch(seed))
-    assert step.tuners
-    references = [
-        weakref.ref(model),
-        weakref.ref(step),
-        weakref.ref(step.tuners[0]),
-        weakref.ref(model.layers[0][0].weight),
-    ]
-    del model, step
-    gc.collect()
-    assert [reference() for reference in references] == 4 * [None]
+    assert [reference() for reference in references] == 5 * [None]
 
 
 class Output(NamedTuple):

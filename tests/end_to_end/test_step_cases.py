@@ -47,7 +47,9 @@ a weight every other column, with SGD; tied weights; two parameters in one memor
 a teacher that follows; gradients are added up, 3 micro-batches; 3 micro-batches of two towers
 autocast: memory of weights is written to; autocast: a weight read inside and outside; the loss is kept
 parameters without an optimizer; weights are loaded by assignment; the step of an optimizer is replaced
-an optimizer of the user; settings of modules change
+an optimizer of the user; settings of modules change; the model is switched to evaluation
+two parameters with one gradient, clipped; a tensor that is replaced; a weight that another step changes
+a number that grows from step to step; 2 micro-batches of two towers
 """
 EVERY_TIME = frozenset(_EVERY_TIME.strip().replace("\n", "; ").split("; "))
 """A tenth of the cases, some of every subject; the others run in `make soak`."""

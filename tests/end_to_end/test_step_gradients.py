@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from apollo_compile.ir import Variant
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import compile_step
-from tests.end_to_end.models import TwoTowers
-from tests.end_to_end.step_cases.turns import compile_nothing, offers, take_turns
+from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
 from tests.end_to_end.twins import EAGER, make_towers_twice, run_loop, state_of, towers_batch, towers_loss
 
 NUM_STEPS = 12
@@ -75,20 +73,3 @@ def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
             left = optimizer.param_groups[0]["params"].pop()
         step(towers_batch(seed))
     assert left.grad is not None and "does not step some parameters" in "".join(step.verdicts)
-
-
-def test_a_program_that_releases_gradients_needs_less_memory() -> None:
-    """By its plan: those that were used are not alive at its end."""
-    peaks = {}
-    for keep in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = TwoTowers(depth=2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        step = compile_step(model, towers_loss, optimizer, keep_gradients=keep, options=EAGER)
-        for seed in range(4):
-            step(towers_batch(seed))
-        (tuner,) = step.tuners
-        assert Variant.PLAN in offers(tuner)
-        peaks[keep] = tuner.program.variants.compilation.memory.peak_bytes
-    assert peaks[False] <= 0.9 * peaks[True]

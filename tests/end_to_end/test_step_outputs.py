@@ -132,20 +132,6 @@ def _plain(outputs: Any) -> Any:
     return outputs
 
 
-def test_outputs_of_unequal_weights_are_weighted_means() -> None:
-    """As the loss is."""
-    model = TwoTowers(depth=1)
-    weights = iter((1.0, 3.0))
-    step = compile_step(
-        model, nested_metrics, microbatches=2, weigh=lambda part: next(weights), options={**OPTIONS, "disable": True}
-    )
-    batch = towers_batch(0)
-    step(batch)
-    with torch.no_grad():
-        first, second = (nested_metrics(model, part)[1]["accuracy"] for part in split_evenly(batch, 2))
-    torch.testing.assert_close(step.outputs[1]["accuracy"], first / 4 + second * 3 / 4)
-
-
 def test_a_tensor_that_is_kept_may_be_read_by_the_next_micro_batch() -> None:
     """Then a step is a loop, since no program could pass it on in time."""
     before = {"loss": torch.zeros(())}

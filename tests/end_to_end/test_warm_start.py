@@ -31,10 +31,7 @@ from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, tra
 @pytest.fixture(autouse=True)
 def _a_cache_of_its_own(tmp_path: Path) -> Iterator[None]:
     """Let AOTAutograd keep what this test compiles, for this test only; Inductor's code is shared as ever."""
-    with (
-        functorch_config.patch(enable_autograd_cache=True),
-        torch.compiler.config.patch(cache_key_tag=str(tmp_path)),
-    ):
+    with functorch_config.patch(enable_autograd_cache=True), torch.compiler.config.patch(cache_key_tag=str(tmp_path)):
         counters.clear()
         yield
 

@@ -76,7 +76,7 @@ class Runner:
             num_events=num_events,
             inputs=inputs,
             outputs=outputs,
-            bodies=[each if isinstance(each, _native.NativeBody) else body(each) for each in bodies],
+            bodies=list(map(body, bodies)),
             **tensor_addresses(),
         )
 

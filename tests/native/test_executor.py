@@ -1,13 +1,9 @@
-"""The native runtime, driven from Python with torch tensors."""
+"""The native runtime, driven from Python with torch tensors; runtime/tests has what needs neither."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import os
-import signal
-import threading
 import weakref
 from typing import Any
 
@@ -16,7 +12,7 @@ import torch
 
 from apollo_compile import _native
 from apollo_compile.errors import InvariantError, RuntimeClosedError
-from tests.native.runner import JOIN, Runner, Tensors, count_threads, give, take, tensor_addresses
+from tests.native.runner import JOIN, Runner, Tensors, give, take, tensor_addresses
 
 
 def add_one(tensors: Tensors) -> Tensors:
@@ -112,115 +108,8 @@ def test_an_exception_comes_out_as_the_same_object(lanes: _native.Lanes) -> None
     assert all(span[0] != 2 for span in run.native.spans())
 
 
-def test_a_thousand_exceptions_leak_neither_threads_nor_tensors(lanes: _native.Lanes) -> None:
-    """Failing is as repeatable as succeeding."""
-    made: list[weakref.ref[Any]] = []
-
-    def make(tensors: Tensors) -> Tensors:
-        result = tensors[0] + 1
-        made.append(weakref.ref(result))
-        return [result]
-
-    run = Runner(lanes, JOIN, [make, make, fail], outputs=[3])
-    num_threads = len(os.listdir("/proc/self/task"))
-    for _ in range(1000):
-        with pytest.raises(ValueError, match="no"):
-            run(torch.ones(3))
-    gc.collect()
-    assert len(made) == 2000
-    assert all(tensor() is None for tensor in made)
-    assert count_threads(num_threads) <= num_threads
-
-
-def test_ctrl_c_interrupts_a_run_while_a_lane_works(lanes: _native.Lanes) -> None:
-    """The caller looks for signals while it waits, and the run ends with KeyboardInterrupt."""
-    is_interrupted = threading.Event()
-    previous = signal.getsignal(signal.SIGINT)
-
-    def interrupt(number: int, frame: object) -> None:
-        is_interrupted.set()
-        raise KeyboardInterrupt
-
-    def wait(tensors: Tensors) -> Tensors:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert is_interrupted.wait(timeout=300)  # set on the main thread, which is inside run()
-        return tensors
-
-    run = Runner(lanes, JOIN, [wait, add_one, add], outputs=[3])
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(torch.ones(3))
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    assert run.native.last_failure is None
-    assert is_interrupted.is_set()
-
-
-def test_threads_that_run_at_once_take_turns(lanes: _native.Lanes) -> None:
-    """A thread that waits for the lanes does not hold the GIL."""
-    run = Runner(lanes, JOIN, [add_one, add_one, add], outputs=[3])
-    failures: list[object] = []
-
-    def work(value: float) -> None:
-        for _ in range(100):
-            (result,) = run(torch.full((2,), value))
-            if result is None or result.tolist() != [2 * value + 2] * 2:
-                failures.append(result)
-
-    threads = [threading.Thread(target=work, args=(float(value),)) for value in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
-def test_a_run_inside_a_run_is_an_error_instead_of_a_hang(lanes: _native.Lanes) -> None:
-    """The inner run would wait for the outer one."""
-    inner = Runner(lanes, JOIN, [add_one, add_one, add], outputs=[3])
-    outer = Runner(lanes, JOIN, [lambda tensors: inner(*tensors), add_one, add], outputs=[3])
-    with pytest.raises(RuntimeError, match="inside a run on the same lanes"):
-        outer(torch.ones(3))
-
-
-def test_a_native_body_gets_its_constants_behind_the_inputs(lanes: _native.Lanes) -> None:
-    """Here the C function is ctypes: it returns the constant and drops the input."""
-    addresses = tensor_addresses()
-    destroy = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(addresses["destroy_address"])
-
-    @ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p))
-    def entry(inputs: Any, outputs: Any) -> None:
-        destroy(inputs[0])
-        outputs[0] = inputs[1]
-
-    constant = torch.ones(3)
-    address = ctypes.cast(entry, ctypes.c_void_p).value
-    assert address is not None
-    native = _native.NativeBody(address, give([constant]), **addresses)
-    run = Runner(lanes, ["", "0: 0! -> 1", ""], [native], outputs=[1])
-    for _ in range(3):
-        assert run(torch.zeros(3))[0] is constant
-
-
-def test_a_body_that_returns_the_wrong_number_of_tensors_is_an_error(lanes: _native.Lanes) -> None:
-    """The message has both numbers."""
-    run = Runner(lanes, ["0: 0 -> 1", "", ""], [lambda tensors: [tensors[0], tensors[0]]], outputs=[1])
-    with pytest.raises(ValueError, match="returned 2 tensors instead of 1"):
-        run(torch.ones(3))
-
-
-def test_inputs_that_are_no_capsules_are_an_error(lanes: _native.Lanes) -> None:
-    """The message says what is wanted."""
-    run = Runner(lanes, ["0: 0 -> 1", "", ""], [add_one], outputs=[1])
-    with pytest.raises(TypeError, match="unnamed capsules"):
-        run.native.run([1])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="takes 1 inputs and got 0"):
-        run()
-
-
-def test_a_body_that_cannot_be_called_or_returns_no_list_is_an_error(lanes: _native.Lanes) -> None:
-    """The message says what it has to be."""
+def test_bodies_and_inputs_that_do_not_fit_are_errors(lanes: _native.Lanes) -> None:
+    """The message has the numbers, or says what is wanted."""
 
     def executor(body: Any) -> _native.Executor:
         launch = [_native.LAUNCH, 0, 0, 1, 0, 1, 1, 1]  # segment 0 takes buffer 0 and writes buffer 1
@@ -235,22 +124,17 @@ def test_a_body_that_cannot_be_called_or_returns_no_list_is_an_error(lanes: _nat
             **tensor_addresses(),
         )
 
+    twice, once = (Runner(lanes, ["0: 0 -> 1", "", ""], [lambda t, n=n: n * t], outputs=[1]) for n in (2, 1))
+    with pytest.raises(ValueError, match="returned 2 tensors instead of 1"):
+        twice(torch.ones(3))
+    with pytest.raises(TypeError, match="unnamed capsules"):
+        once.native.run([1])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="takes 1 inputs and got 0"):
+        once()
     with pytest.raises(TypeError, match="a body must be a NativeBody or callable"):
         executor(5)
     with pytest.raises(TypeError, match="tensors must come as a list of capsules"):
         executor(lambda handles: len(take(handles))).run(give([torch.ones(3)]))
-
-
-def test_spans_name_segment_lane_and_core(lanes: _native.Lanes) -> None:
-    """Threads stay on their cores, and dependencies show in the spans."""
-    run = Runner(lanes, JOIN, [add_one, add_one, add], outputs=[3])
-    assert run.native.spans() == []
-    run(torch.ones(3))
-    spans = {segment: (lane, start, end, core) for segment, lane, start, end, core in run.native.spans()}
-    assert {segment: span[0] for segment, span in spans.items()} == {0: 1, 1: 2, 2: 0}
-    assert [spans[0][3]] == lanes.cores[1]
-    assert [spans[1][3]] == lanes.cores[2]
-    assert max(spans[0][2], spans[1][2]) <= spans[2][1] <= spans[2][2] <= run.native.duration_ns
 
 
 def test_a_program_that_cannot_run_is_refused(lanes: _native.Lanes) -> None:
@@ -285,12 +169,6 @@ def test_an_executor_in_a_reference_cycle_is_collected(lanes: _native.Lanes) -> 
     del owner
     gc.collect()
     assert is_alive() is None
-
-
-def test_handles_survive_the_way_through_helpers() -> None:
-    """The helpers of these tests do not copy tensors."""
-    tensor = torch.ones(3)
-    assert take(give([tensor]))[0] is tensor
 
 
 def test_spans_can_be_asked_for_inside_a_run() -> None:

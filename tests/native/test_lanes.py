@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from apollo_compile import _native
-from tests.native.runner import JOIN, Runner, Tensors, count_threads
+from tests.native.runner import JOIN, Runner, Tensors
 
 
 def run_python(code: str, *preload: Path) -> str:
@@ -58,20 +58,6 @@ def test_bodies_run_on_the_cores_and_with_the_settings_of_their_lane() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_what_on_start_raises_comes_out_of_the_constructor() -> None:
-    """It is the same object, and no thread stays behind."""
-    error = LookupError("no")
-
-    def start(lane: int) -> None:
-        raise error
-
-    num_threads = len(os.listdir("/proc/self/task"))
-    with pytest.raises(LookupError) as caught:
-        _native.Lanes([[_native.available_cores()[0]]], start)
-    assert caught.value is error
-    assert count_threads(num_threads) <= num_threads
-
-
 @pytest.mark.parametrize("what", ("between steps", "while another lane works"))
 def test_lanes_that_wait_use_no_cores(what: str, lanes: _native.Lanes) -> None:
     """They spin for moments, then sleep: the processor time of all threads together is next to none."""
@@ -88,12 +74,6 @@ def test_lanes_that_wait_use_no_cores(what: str, lanes: _native.Lanes) -> None:
     if what == "between steps":
         time.sleep(0.5)
     assert time.process_time() - begin < 0.25
-
-
-def test_cores_that_the_process_lacks_are_refused() -> None:
-    """The message names lane and core."""
-    with pytest.raises(ValueError, match="cannot make lane 1: core 99999"):
-        _native.Lanes([[], [99999]])
 
 
 def test_torchs_openmp_team_is_found() -> None:
@@ -121,49 +101,6 @@ def test_parallel_torch_code_around_and_inside_runs_is_unharmed(park_team: bool)
         assert result is not None
         assert torch.equal(result, torch.full((100_000,), 4.0 * step + 4))
     lanes.close()
-
-
-def test_an_interpreter_with_open_lanes_exits() -> None:
-    """Neither lanes nor executors that are still there hang or complain at exit."""
-    code = """
-        import torch
-        from apollo_compile import _native
-        from tests.native.runner import Runner
-        lanes = _native.Lanes([[], [_native.available_cores()[0]]])
-        run = Runner(lanes, ["", "0: 0 -> 1"], [lambda tensors: [tensors[0] + 1]], outputs=[1])
-        kept = [run, lanes]
-        kept.append(kept)
-        print(run(torch.ones(1))[0].item())
-    """
-    assert run_python(code) == "2.0\n"
-
-
-def test_a_forked_child_gets_an_error_and_exits() -> None:
-    """Lanes belong to the process that made them; a child may make its own."""
-    code = """
-        import os
-        import torch
-        from apollo_compile import _native
-        from apollo_compile.errors import RuntimeClosedError
-        from tests.native.runner import Runner
-        cores = [[], [_native.available_cores()[0]]]
-        program = ["", "0: 0 -> 1"]
-        lanes = _native.Lanes(cores)
-        run = Runner(lanes, program, [lambda tensors: [tensors[0] + 1]], outputs=[1])
-        run(torch.ones(1))
-        child = os.fork()
-        if child == 0:
-            try:
-                run(torch.ones(1))
-            except RuntimeClosedError:
-                lanes.close()
-                del run, lanes
-                again = Runner(_native.Lanes(cores), program, [lambda tensors: [tensors[0] + 1]], outputs=[1])
-                os._exit(again(torch.ones(1))[0].item() != 2)
-            os._exit(1)
-        print(os.waitpid(child, 0)[1])
-    """
-    assert run_python(code) == "0\n"
 
 
 def test_the_runtime_loads_and_runs_without_torch() -> None:

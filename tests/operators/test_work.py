@@ -32,13 +32,6 @@ def test_formulas_keep_shape_symbols_until_they_get_hints() -> None:
         evaluate(work, {inner: 5, columns: 7})
 
 
-def test_a_name_finds_the_same_entry_as_the_operator() -> None:
-    """Products carry operator names only."""
-    args = (torch.rand(3, 5), torch.rand(5, 7))
-    out = torch.rand(3, 7)
-    assert node_work("aten.mm.default", args, {}, out) == node_work(aten.mm.default, args, {}, out)
-
-
 @pytest.mark.parametrize("dtype", ("float32", "float64", "bfloat16"))
 def test_a_kernel_knows_what_its_operands_are(dtype: str) -> None:
     """Devices differ in speed by dtype and kind; the numbers are the node's."""
@@ -77,10 +70,13 @@ def test_what_has_no_entry_is_what_torch_says_of_it() -> None:
         assert evaluate(node_work(function, (3, 4), {}, 12), {}) == Work()
 
 
-def test_names_are_those_of_overloads_and_of_functions() -> None:
-    """Tables and dumps have the same."""
+def test_names_are_those_of_overloads_and_of_functions_and_find_the_same_entry() -> None:
+    """Tables and dumps have the same, and products carry nothing else."""
     named = (aten.add.Tensor, operator.getitem, torch.ops.higher_order.cond, "x")
     assert [name_of(target) for target in named] == ["aten.add.Tensor", "getitem", "cond", "x"]
+    args = (torch.rand(3, 5), torch.rand(5, 7))
+    found = [node_work(target, args, {}, torch.rand(3, 7)) for target in ("aten.mm.default", aten.mm.default)]
+    assert found[0] == found[1]
 
 
 def test_an_operator_without_a_formula_is_counted_by_bytes_and_named() -> None:

@@ -184,17 +184,8 @@ def test_micro_batches_depend_on_each_other_only_where_something_is_written() ->
     forward = with_inputs(graph((), (0,)), 1, random.Random(0))
 
     def step(writes: frozenset[str]) -> SegmentGraph:
-        calls = [
-            Call(
-                graph=0,
-                label=f"@{n}",
-                phase=Phase.FORWARD,
-                takes=(f"batch{n}", "state"),
-                makes=(f"loss{n}",),
-                writes=writes,
-            )
-            for n in (0, 1)
-        ]
+        call = Call(graph=0, label="", phase=Phase.FORWARD, takes=(), makes=(), writes=writes)
+        calls = [replace(call, label=f"@{n}", takes=(f"batch{n}", "state"), makes=(f"loss{n}",)) for n in (0, 1)]
         names = ["batch0", "batch1", "state"]
         return compose_step("step", [forward], calls, inputs=names, outputs=["loss0", "loss1"])
 
@@ -215,24 +206,16 @@ def test_segments_that_draw_random_numbers_keep_the_order_of_the_calls() -> None
 
 
 @pytest.mark.parametrize(
-    ("call", "problem"),
+    ("takes", "makes", "problem"),
     [
-        (
-            Call(graph=0, label="", phase=Phase.FORWARD, takes=("y",), makes=("a",)),
-            "test takes 'y', which is neither an input",
-        ),
-        (
-            Call(graph=0, label="", phase=Phase.FORWARD, takes=("x", "x"), makes=("a",)),
-            "has 1 inputs and 1 outputs; it is called with 2",
-        ),
-        (
-            Call(graph=0, label="", phase=Phase.FORWARD, takes=("x",), makes=("x",)),
-            "two values of a step have the name 'x'",
-        ),
+        (("y",), ("a",), "test takes 'y', which is neither an input"),
+        (("x", "x"), ("a",), "has 1 inputs and 1 outputs; it is called with 2"),
+        (("x",), ("x",), "two values of a step have the name 'x'"),
     ],
 )
-def test_a_call_that_does_not_fit_is_refused(call: Call, problem: str) -> None:
+def test_a_call_that_does_not_fit_is_refused(takes: tuple[str, ...], makes: tuple[str, ...], problem: str) -> None:
     """With the name of the value, or the numbers."""
+    call = Call(graph=0, label="", phase=Phase.FORWARD, takes=takes, makes=makes)
     with pytest.raises(ValueError, match=problem):
         compose_step("step", [graph((), (0,))], [call], inputs=["x"], outputs=["x"])
 

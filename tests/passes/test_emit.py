@@ -14,7 +14,7 @@ from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from tests.builders import chains, graph, plan, random_costs, random_graph, random_lanes, random_plan
-from tests.races import find_races
+from tests.races import find_races, without, without_each_wait
 
 
 def emit(made: SegmentGraph, planned: Plan) -> tuple[Program, SyncPlan, MemoryPlan]:
@@ -34,13 +34,6 @@ def random_program(rng: random.Random) -> tuple[SegmentGraph, Plan, Program, Syn
     else:
         planned = random_plan(rng, made, lanes, table)
     return made, planned, *emit(made, planned)
-
-
-def without(program: Program, lane: int, index: int) -> Program:
-    """Return the program without one instruction."""
-    blocks = list(program.instructions)
-    blocks[lane] = blocks[lane][:index] + blocks[lane][index + 1 :]
-    return replace(program, instructions=tuple(blocks))
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -74,13 +67,10 @@ def test_a_program_without_any_one_wait_has_a_race(seed: int) -> None:
     """So waits are minimal, and both the oracle and the check see what is missing."""
     rng = random.Random(seed)
     made, planned, program, syncs, memory = random_program(rng)
-    for lane, instructions in enumerate(program.instructions):
-        for index, instruction in enumerate(instructions):
-            if isinstance(instruction, Wait):
-                broken = without(program, lane, index)
-                assert find_races(broken, made, rng)
-                with pytest.raises(InvariantError):
-                    check_program(broken, made, planned, syncs, memory)
+    for broken in without_each_wait(program):
+        assert find_races(broken, made, rng)
+        with pytest.raises(InvariantError):
+            check_program(broken, made, planned, syncs, memory)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -132,15 +122,6 @@ def test_waits_come_before_the_launch_and_releases_after_the_record() -> None:
         for first, second in itertools.pairwise(block[:last]):
             assert not (isinstance(first, Wait) and not isinstance(second, Wait | Launch))
             assert not (isinstance(first, Release) and isinstance(second, Record))
-
-
-def test_the_serial_program_is_launches_on_lane_0_only() -> None:
-    """Every buffer is taken by its last reader; nothing waits."""
-    made = graph((), (0,), (1,))
-    program, _, _ = emit(made, plan(made, "***"))
-    assert all(isinstance(instruction, Launch) for instruction in program.instructions[0])
-    assert program.instructions[1:] == ((), ())
-    assert program.num_events == 0
 
 
 def test_a_buffer_that_a_segment_reads_twice_is_taken_once() -> None:

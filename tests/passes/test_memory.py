@@ -8,7 +8,7 @@ from apollo_compile.ir import MemoryPlan, Plan, SegmentGraph
 from apollo_compile.ir.check import check_memory
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
+from tests.builders import random_costs, random_graph, random_lanes, random_plan
 from tests.passes.test_sync import pairs, reachable
 
 
@@ -67,35 +67,3 @@ def test_the_peak_is_the_largest_sum_of_living_buffers(seed: int) -> None:
     times = [assignment.start_ns for assignment in planned.assignments]
     assert memory.peak_bytes == max(alive(time, None) for time in times)
     assert memory.peak_bytes_by_lane == tuple(max(alive(time, lane.id) for time in times) for lane in lanes)
-
-
-def test_the_last_reader_takes_the_buffer() -> None:
-    """A chain on one lane: each segment takes what the one before made, the first takes the graph input."""
-    made = graph((), (0,), (1,))
-    assert holds(plan_all(made, plan(made, "***"))) == {0: 0, 1: 1, 2: 2}
-
-
-def test_readers_on_lanes_that_meet_again_hold_until_they_meet() -> None:
-    """Segments 1 and 2 read buffer 1 on two lanes; segment 3 is the first that follows both."""
-    made = graph((), (0,), (0,), (1, 2))
-    assert holds(plan_all(made, plan(made, "AABA")))[1] == 3
-
-
-def test_readers_on_lanes_that_never_meet_hold_until_the_end() -> None:
-    """Nobody is ordered after both."""
-    made = graph((), (0,), (0,))
-    assert plan_all(made, plan(made, "AAB")).at_end == (1,)
-
-
-def test_a_buffer_that_nobody_reads_goes_right_after_its_producer() -> None:
-    """It is not returned either."""
-    made = graph((), (), outputs=[1])
-    assert holds(plan_all(made, plan(made, "**")))[1] == 0
-
-
-def test_what_the_graph_returns_is_never_let_go() -> None:
-    """Although segment 1 is its last reader."""
-    made = graph((), (0,), outputs=[0, 1])
-    memory = plan_all(made, plan(made, "**"))
-    assert set(holds(memory)) == {0}
-    assert memory.at_end == ()

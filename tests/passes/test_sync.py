@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.ir import Dependency, Plan, SegmentGraph, SyncPlan
+from apollo_compile.ir import Dependency, Plan, SegmentGraph
 from apollo_compile.ir.check import check_syncs
 from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
+from tests.builders import random_costs, random_graph, random_lanes, random_plan
 
 
 def pairs(dependencies: tuple[Dependency, ...]) -> list[tuple[int, int]]:
@@ -52,38 +52,3 @@ def test_every_dependency_is_reachable_and_not_without_any_wait(seed: int, quota
     assert needed <= reachable(made, planned, waits)
     for wait in waits:
         assert not needed <= reachable(made, planned, [other for other in waits if other != wait])
-
-
-def test_one_lane_needs_no_wait() -> None:
-    """Order does it all."""
-    made = graph((), (0,), (0, 1))
-    assert eliminate_syncs(made, plan(made, "***")) == SyncPlan(waits=(), dropped=())
-
-
-def test_a_wait_for_a_later_producer_covers_the_earlier_one() -> None:
-    """Segments 0 and 1 share a lane, so waiting for 1 is waiting for both."""
-    made = graph((), (), (0, 1))
-    syncs = eliminate_syncs(made, plan(made, "AAB"))
-    assert pairs(syncs.waits) == [(1, 2)]
-    assert pairs(syncs.dropped) == [(0, 2)]
-
-
-def test_a_chain_over_another_lane_covers_a_direct_dependency() -> None:
-    """0 -> 1 -> 2 on alternating lanes makes 0 -> 3 on the other lane superfluous."""
-    made = graph((), (0,), (1,), (0, 2))
-    syncs = eliminate_syncs(made, plan(made, "ABAB"))
-    assert pairs(syncs.waits) == [(0, 1), (1, 2), (2, 3)]
-    assert pairs(syncs.dropped) == [(0, 3)]
-
-
-def test_lanes_that_share_units_wait_for_each_other_without_data() -> None:
-    """Lane 0 has the units of both narrow lanes: whoever comes next waits."""
-    made = graph((), (), (), ())
-    syncs = eliminate_syncs(made, plan(made, "AB*A"))
-    assert pairs(syncs.waits) == [(1, 2), (0, 2), (2, 3)]
-
-
-def test_order_without_data_is_kept() -> None:
-    """`after` is a dependency like any other."""
-    made = graph((), (), after={1: [0]})
-    assert pairs(eliminate_syncs(made, plan(made, "AB")).waits) == [(0, 1)]

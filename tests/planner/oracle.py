@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
-from apollo_compile.planner.problem import ExecutionMode, Problem, Task
+from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task
+from tests.builders import limited, random_problem
 
 
 def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
@@ -86,3 +88,16 @@ def random_without_lanes(rng: random.Random, num_tasks: int) -> tuple[Task, ...]
         before = sorted(rng.sample(range(task), min(task, rng.randrange(3))))
         tasks.append(Task(modes=modes, predecessors=tuple(before)))
     return tuple(tasks)
+
+
+SMALL: dict[str, Callable[[random.Random], Problem]] = {
+    "two or four units": lambda rng: random_problem(rng, rng.randrange(1, 6), rng.choice((2, 4))),
+    "four abreast": lambda rng: random_problem(rng, 3, 16),
+    "within limits": lambda rng: limited(rng, random_problem(rng, rng.randrange(1, 5), rng.choice((2, 4)))),
+    "without lanes": lambda rng: Problem(
+        tasks=random_without_lanes(rng, 4),
+        capacities=(rng.randrange(3, 6), 4),
+        holds=(ResourceHold(resource=0, amount=rng.randrange(3), task=1, readers=(2, 3)),),
+    ),
+}
+"""Problems by kind for which exhaustive search takes moments; of those without lanes, some have no solution."""

@@ -6,36 +6,15 @@ import pytest
 
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task
-from tests.builders import limited, random_problem, realistic_problems
-from tests.planner.oracle import find_optimum, random_without_lanes
-
-
-@pytest.mark.parametrize(("num_tasks", "num_units"), [(5, 2), (4, 4), (6, 2), (3, 16)])
-@pytest.mark.parametrize("seed", range(20))
-def test_the_bound_never_exceeds_the_optimum(num_tasks: int, num_units: int, seed: int) -> None:
-    """Exhaustive search knows the truth."""
-    problem = random_problem(random.Random(seed), num_tasks, num_units)
-    optimum = find_optimum(problem)
-    assert optimum is not None
-    assert lower_bound(problem) <= optimum
-
-
-@pytest.mark.parametrize("num_units", [2, 4])
-@pytest.mark.parametrize("seed", range(30))
-def test_the_bound_never_exceeds_the_optimum_within_limits(num_units: int, seed: int) -> None:
-    """With demands and holds."""
-    rng = random.Random(seed)
-    problem = limited(rng, random_problem(rng, 4, num_units))
-    assert lower_bound(problem) <= (find_optimum(problem) or 0)
+from tests.builders import random_problem, realistic_problems
+from tests.planner.oracle import SMALL, find_optimum
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_bound_never_exceeds_the_optimum_without_lanes(seed: int) -> None:
-    """Multi-mode tasks that share two renewable resources."""
-    rng = random.Random(seed)
-    tasks = random_without_lanes(rng, 5)
-    holds = (ResourceHold(resource=0, amount=2, task=1, readers=(2, 4)),)
-    problem = Problem(tasks=tasks, capacities=(6, 3), holds=holds)
+@pytest.mark.parametrize("kind", SMALL)
+def test_the_bound_never_exceeds_the_optimum(kind: str, seed: int) -> None:
+    """Exhaustive search knows the truth."""
+    problem = SMALL[kind](random.Random(seed))
     optimum = find_optimum(problem)
     assert optimum is None or lower_bound(problem) <= optimum
 

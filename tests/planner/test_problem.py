@@ -25,9 +25,20 @@ def without_lanes(*predecessors: tuple[int, ...]) -> Problem:
     return Problem(tasks=tasks, capacities=(5,))
 
 
-def test_tasks_on_disjoint_lanes_may_overlap() -> None:
-    """Two narrow lanes share no atom."""
-    assert two_lanes((), ()).is_valid(TaskSchedule(modes=(1, 2), starts=(0, 0), makespan=10))
+@pytest.mark.parametrize(
+    ("problem", "schedule"),
+    [
+        (two_lanes((), ()), TaskSchedule(modes=(1, 2), starts=(0, 0), makespan=10)),  # lanes that share no atom
+        # hand-over separates lanes, not tasks
+        (two_lanes((), (0,), handover=3), TaskSchedule(modes=(1, 1), starts=(0, 10), makespan=20)),
+        # what is given back at an instant can be taken at it
+        (without_lanes((), (), ()), TaskSchedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9)),
+    ],
+)
+def test_a_schedule_that_keeps_the_constraints_is_valid(problem: Problem, schedule: TaskSchedule) -> None:
+    """Also where it just does."""
+    assert problem.is_valid(schedule)
+    assert not problem.capacities or problem.peak(schedule, 0) == 4
 
 
 @pytest.mark.parametrize(
@@ -53,18 +64,6 @@ def test_a_schedule_that_breaks_a_constraint_is_not_valid(
     """The violation names the constraint family of the docstring."""
     assert not problem.is_valid(schedule)
     assert any(violation.startswith(family) for violation in problem.violations(schedule))
-
-
-def test_handing_over_on_the_same_lane_is_free() -> None:
-    """Hand-over separates lanes, not tasks."""
-    assert two_lanes((), (0,), handover=3).is_valid(TaskSchedule(modes=(1, 1), starts=(0, 10), makespan=20))
-
-
-def test_tasks_may_share_a_renewable_resource_and_meet_where_one_ends() -> None:
-    """What is given back at an instant can be taken at it."""
-    problem = without_lanes((), (), ())
-    assert problem.is_valid(TaskSchedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9))
-    assert problem.peak(TaskSchedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9), 0) == 4
 
 
 @pytest.mark.parametrize(("last_start", "peak"), [(9, 7), (10, 3)])

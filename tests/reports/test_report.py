@@ -124,13 +124,9 @@ def test_json_is_read_back_as_the_same_report() -> None:
     "text", ["", "[]", "{}", '{"format": 3}', '{"format": 2, "report": {}}', '{"format": 3, "report": {"graphs": 3}}']
 )
 def test_what_is_no_report_is_refused(text: str) -> None:
-    """With what was expected."""
+    """With what was expected; also one with memory of more lanes than it has: files have other writers than us."""
     with pytest.raises(ReportFileError, match=r"written by Report\.to_json"):
         Report.from_json(text)
-
-
-def test_a_report_with_memory_of_more_lanes_than_it_has_is_refused() -> None:
-    """Files have other writers than us."""
     content = json.loads(small().to_json())
     content["report"]["graphs"][0]["timelines"][1]["memory_by_lane"].append([])
     with pytest.raises(ReportFileError, match="timelines must show segments and memory on lanes"):
@@ -325,16 +321,12 @@ def test_a_segment_is_named_after_all_modules_that_it_holds(
         assert report.why(asked).startswith(f"{name} runs in test")
 
 
-def test_why_of_an_unknown_name_lists_similar_ones() -> None:
-    """And why graphs are not there at all."""
-    report = replace(small(), fallbacks=(("1/0 forward", "dynamic shapes"),))
+def test_why_of_an_unknown_name_lists_similar_ones_and_a_break_stands_below_the_graphs() -> None:
+    """With why graphs are not there at all, the line of a break, and what removes it."""
+    report = replace(small(), fallbacks=(("1/0 forward", "dynamic shapes"),), breaks=(a_break(),))
     with pytest.raises(LookupError, match=r"similar: image\.layers\.0(.|\n)*dynamic shapes"):
         report.why("image.layer.0")
-
-
-def test_a_break_stands_in_the_text_with_its_line_and_what_removes_it() -> None:
-    """Below the graphs."""
-    text = str(replace(small(), breaks=(a_break(),)))
+    text = str(report)
     assert "graph break behind 0/0: Unsupported Tensor.item() call\n  model.py:12 in forward: if x" in text
     assert "\n  try: torch._dynamo.config.capture_scalar_outputs = True" in text
     assert "Try to remove the graph break below" in text
@@ -343,37 +335,24 @@ def test_a_break_stands_in_the_text_with_its_line_and_what_removes_it() -> None:
 # ----------------------------------------------------------------------------------------------------------- difference
 
 
-def test_a_report_does_not_differ_from_itself() -> None:
-    """Whatever it is of."""
-    for report in (small(), workload_report("flava")):
-        difference = report.diff(report)
-        assert difference.is_same_plan
-        assert all("same plan" in block for block in str(difference).split("\n\n"))
-
-
-def test_a_difference_names_moves_and_times() -> None:
-    """Before and after."""
-    difference = small("****").diff(small("*AB*"))
+def test_a_difference_names_moves_times_and_graphs_that_one_side_lacks() -> None:
+    """Before and after; graphs of one name are compared in their order, the first with the first."""
+    one, other = small("*AB*"), small("****")
+    difference = other.diff(one)
     (graph,) = difference.graphs
     assert not difference.is_same_plan
     assert graph.moved == ("image.layers.0", "text.layers.0")
     assert (graph.before.predicted_ns, graph.after.predicted_ns) == (560, 510)
     assert "image.layers.0: lane 0 (2 units) -> lane 1 (1 unit), 300 ns -> 400 ns" in str(difference)
-
-
-def test_graphs_that_one_side_lacks_are_named() -> None:
-    """In both directions."""
+    for report in (one, workload_report("flava")):
+        same = report.diff(report)
+        assert same.is_same_plan and all("same plan" in block for block in str(same).split("\n\n"))
     nothing = Report(graphs=(), fallbacks=())
-    assert small().diff(nothing).only_before == ("test",)
-    assert str(nothing.diff(small())) == "test: only in the second"
+    assert one.diff(nothing).only_before == ("test",)
+    assert str(nothing.diff(one)) == "test: only in the second"
     assert str(nothing.diff(nothing)) == "no graph in either"
-
-
-def test_graphs_of_the_same_name_are_all_compared() -> None:
-    """As files may have them: the first with the first, the second with the second."""
-    one, other = small("*AB*").graphs[0], small("****").graphs[0]
-    before, after = (Report(graphs=graphs, fallbacks=()) for graphs in ((one, other), (one, one, other)))
-    difference = before.diff(after)
+    (first,), (second,) = one.graphs, other.graphs
+    difference = replace(one, graphs=(first, second)).diff(replace(one, graphs=(first, first, second)))
     assert [graph.is_same_plan for graph in difference.graphs] == [True, False]
     assert difference.only_after == ("test",) and difference.only_before == ()
 

@@ -138,15 +138,16 @@ def test_a_plan_without_a_run_has_predictions_only() -> None:
 
 
 def test_a_run_adds_measured_numbers() -> None:
-    """Figures done by hand; predictions stay."""
-    made = compilation()
-    summary = summarize(made, RUN)
+    """Figures done by hand; predictions stay, and what was cut short has no numbers for the rest."""
+    summary = summarize(compilation(), RUN)
     assert summary.measured is not None
     assert summary.measured.duration_ns == 1000
     assert [segment.measured_ns for segment in summary.segments] == [50, 400, 300, 80]
     assert summary.measured.overlap == pytest.approx(0.3)
     assert summary.measured.busy == pytest.approx((2 * 130 + 400 + 300) / 2000)
     assert summary.predicted_ns == 510
+    short = summarize(compilation(), trace((0, 0, 0, 100), duration_ns=200))
+    assert [segment.measured_ns for segment in short.segments] == [100, None, None, None]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -172,12 +173,6 @@ def test_a_run_of_every_unit_all_the_time_is_fully_busy() -> None:
     assert summary.latest.busy == pytest.approx(0.5)
     assert summary.latest.overlap == 0.0
     assert summary.num_lanes == 1
-
-
-def test_a_run_that_lacks_segments_has_no_numbers_for_them() -> None:
-    """As a trace that was cut short."""
-    summary = summarize(compilation(), trace((0, 0, 0, 100), duration_ns=200))
-    assert [segment.measured_ns for segment in summary.segments] == [100, None, None, None]
 
 
 # ----------------------------------------------------------------------------------------------------------------- text

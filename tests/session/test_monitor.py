@@ -58,11 +58,7 @@ def _plan(*lanes: int) -> Plan:
     """Segment i on lane `lanes[i]`; lane 0 has two units, lanes 1 and 2 have one each."""
     return Plan(
         origin=Origin.GREEDY,
-        lanes=(
-            Lane(id=LaneId(0), units=(0, 1)),
-            Lane(id=LaneId(1), units=(0,)),
-            Lane(id=LaneId(2), units=(1,)),
-        ),
+        lanes=(Lane(id=LaneId(0), units=(0, 1)), Lane(id=LaneId(1), units=(0,)), Lane(id=LaneId(2), units=(1,))),
         assignments=tuple(
             Assignment(
                 segment=SegmentId(number),

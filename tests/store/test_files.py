@@ -221,24 +221,14 @@ def next_count(before: Count | None) -> Count:
 
 WORKER = """
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from apollo_compile.store.files import FileFormat, Store
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Count:
-    count: int
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Numbers:
-    numbers: tuple[int, ...]
+from apollo_compile.store.files import Store
+from tests.store.test_files import COUNTS, LARGE, Numbers, next_count
 
 directory = Path(sys.argv[1])
-counts = Store(directory, FileFormat(kind="count", number=1, content=Count, max_bytes=1000))
-large = FileFormat(kind="numbers", number=1, content=Numbers, max_bytes=10**6)
-numbers = Store(directory, large, names="{key}.numbers")
+counts, numbers = Store(directory, COUNTS), Store(directory, LARGE, names="{key}.numbers")
 for round in range(50):
-    counts.update("a", lambda before: Count(count=1 if before is None else before.count + 1))
+    counts.update("a", next_count)
     numbers.write("a", Numbers(numbers=5000 * (round,)))
 """
 
@@ -250,10 +240,12 @@ class Numbers:
     numbers: tuple[int, ...]
 
 
+LARGE = FileFormat(kind="numbers", number=1, content=Numbers, max_bytes=10**6)
+
+
 def test_processes_write_at_once(tmp_path: Path) -> None:
     """No update is lost, and a reader sees each file whole at any time."""
-    format = FileFormat(kind="numbers", number=1, content=Numbers, max_bytes=10**6)
-    numbers = Store(tmp_path, format, names="{key}.numbers")
+    numbers = Store(tmp_path, LARGE, names="{key}.numbers")
     root = Path(apollo_compile.__file__).parent.parent
     processes = [subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path)], cwd=root) for _ in range(2)]
     while any(process.poll() is None for process in processes):

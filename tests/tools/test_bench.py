@@ -34,7 +34,7 @@ from apollo_compile.tools.bench.task import (
     MeasuredTask,
     MeasuredVariant,
 )
-from apollo_compile.tools.bench.turns import measure, measure_children, turn_orders
+from apollo_compile.tools.bench.turns import measure, measure_children
 from benchmarks.run import batches, format_overview, workloads
 from benchmarks.workloads.specs import SPECS
 
@@ -98,11 +98,6 @@ def measured(
     return measure_children(task, children, rounds=rounds, steps_per_turn=steps, warmup=0, pause=pause)
 
 
-def test_turns_alternate_their_order() -> None:
-    """ABC, CBA, ABC: drift of the machine falls on all variants alike."""
-    assert list(turn_orders("abc", 3)) == [("a", "b", "c"), ("c", "b", "a"), ("a", "b", "c")]
-
-
 def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     """First every child starts, then all warm up, then rounds begin; a pause follows every turn."""
     log: list[str] = []
@@ -124,12 +119,15 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     assert to_json(measurement)["results"][0]["variant"] == "eager"
 
 
-def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
-    """A speed-up says little where nobody knows of what."""
-    measurement = measured(MeasuredTask(builder="x:y"), {"inductor": 100, "apollo": 100}, tmp_path)
-    (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("selected variants")]
+def test_a_measurement_says_what_ran_on_which_cpu_in_which_type(tmp_path: Path) -> None:
+    """A speed-up says little where nobody knows of what; which libraries are fast depends on the vendor."""
+    task = MeasuredTask(builder="x:y", dtype="bfloat16")
+    measurement = measured(task, {"inductor": 100, "apollo": 100}, tmp_path)
+    lines, facts = format_measurement(measurement).splitlines(), to_json(measurement)
+    (line,) = [line for line in lines if line.startswith("selected variants")]
     assert line.endswith(": apollo: segments in turn, Inductor")
-    assert [result["ran"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
+    assert [result["ran"] for result in facts["results"]] == [(), ("segments in turn", "Inductor")]
+    assert facts["cpu"] == cpu_description() and f"measured in bfloat16 on {cpu_description()}" in lines
 
 
 def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_path: Path) -> None:
@@ -160,13 +158,6 @@ def test_the_overview_has_the_best_mode_of_inductor_and_kept_memory(tmp_path: Pa
     row = [cell.strip() for cell in format_overview([measurement]).splitlines()[2].split("  ") if cell]
     ratios = ["2.00x", "1.20x", "1.20x", "1.80x", "-", "1.00x"]
     assert row == ["vit_control, batch 8, train, bfloat16", *ratios, cpu_description()]
-
-
-def test_a_measurement_says_which_cpu_and_type_it_was_taken_on(tmp_path: Path) -> None:
-    """In the table and in the file: which libraries are fast depends on the vendor."""
-    measurement = measured(MeasuredTask(builder="x:y", dtype="bfloat16"), {"eager": 100}, tmp_path)
-    assert to_json(measurement)["cpu"] == cpu_description()
-    assert f"measured in bfloat16 on {cpu_description()}" in format_measurement(measurement).splitlines()
 
 
 def test_the_best_mode_of_inductor_is_that_of_torch() -> None:
@@ -214,16 +205,12 @@ def _digest(loss: float, **gradients: list[float]) -> dict[str, Any]:
 
 
 def test_differences_name_the_worst_parameter() -> None:
-    """Relative to the largest element of each parameter."""
+    """Relative to the largest element of each parameter; of gradients that are only noise, to the model's scale."""
     difference = compare_digests(_digest(2.0, a=[1, 2], b=[0.5]), _digest(2.5, a=[1, 2], b=[0.4]))
     assert difference.loss_abs == pytest.approx(0.5) and difference.loss_rel == pytest.approx(0.2)
     assert difference.worst == "b" and difference.gradient_rel == pytest.approx(0.25, rel=1e-4)
     assert difference.gradient_scale == 2.0
     assert difference.is_within(0.3) and not difference.is_within(0.1)
-
-
-def test_gradients_that_are_only_noise_do_not_count() -> None:
-    """Their scale is the model's, not their own."""
     noise = compare_digests(_digest(1.0, a=[1.0], key_bias=[1e-9]), _digest(1.0, a=[1.0], key_bias=[-1e-9]))
     assert noise.is_within(1e-5)
 

@@ -108,27 +108,24 @@ def test_a_fused_kernel_is_not_chosen_where_it_would_do_something_else(
     torch.testing.assert_close(memory[is_between], before, rtol=0, atol=0)
 
 
-def test_a_fused_kernel_that_the_user_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it computes, it is what the optimizer alone does."""
-    taken = []
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]))
-    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    for asked in (True, False, None):
-        StepInParts(torch.optim.SGD([parameter], fused=asked)).step([parameter], [torch.ones_like(parameter)])
-    assert taken == [True, False, None]
-
-
 @pytest.mark.parametrize(
-    ("settings", "expected"), [({}, None), ({"momentum": 0.9}, True), ({"weight_decay": 0.1}, True)]
+    ("dtype", "settings", "expected"),
+    [
+        (torch.float32, {}, None),
+        (torch.float32, {"momentum": 0.9}, True),
+        (torch.float32, {"weight_decay": 0.1}, True),
+        *((torch.bfloat16, {"fused": asked}, asked) for asked in (True, False, None)),
+    ],
 )
-def test_plain_sgd_on_a_cpu_is_not_fused(
-    settings: Mapping[str, float], expected: bool | None, monkeypatch: pytest.MonkeyPatch
+def test_plain_sgd_on_a_cpu_is_not_fused_and_what_the_user_asked_for_stays(
+    dtype: torch.dtype, settings: Mapping[str, Any], expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is one addition per parameter, bit by bit that of the loop; whatever does more is one fused kernel."""
     taken = []
     monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]))
-    parameter = torch.nn.Parameter(torch.zeros(256))
-    StepInParts(torch.optim.SGD([parameter], lr=0.1, **settings)).step([parameter], [torch.ones(256)])
+    parameter = torch.nn.Parameter(torch.zeros(256, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, **settings)
+    StepInParts(optimizer).step([parameter], [torch.ones_like(parameter)])
     assert taken[-1] is expected  # before it, the kernel itself is checked
 
 
@@ -171,19 +168,6 @@ def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None
     assert "replaced" in str(parts.reason_against())
 
 
-def test_groups_may_change_between_steps() -> None:
-    """A parameter that is added is stepped; its state is made as it is needed."""
-    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD(parameters[:1], lr=1.0, momentum=0.5)
-    parts = StepInParts(optimizer)
-    optimizer.add_param_group({"params": parameters[1:], "lr": 2.0})
-    parts.refresh()
-    for _ in range(2):
-        parts.step(parameters, [torch.ones(2), torch.ones(2)])
-    assert parameters[0].tolist() == [-2.5, -2.5]
-    assert parameters[1].tolist() == [-5.0, -5.0]
-
-
 def test_schedulers_see_steps_in_parts() -> None:
     """One that is made later does not warn that the optimizer has not stepped."""
     parameter = torch.nn.Parameter(torch.zeros(2))
@@ -195,12 +179,3 @@ def test_schedulers_see_steps_in_parts() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
-
-
-def test_parameters_of_no_group_stay() -> None:
-    """As where a part of the model is frozen by leaving it out of the optimizer."""
-    inside, outside = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
-    parts = StepInParts(torch.optim.SGD([inside], lr=1.0))
-    parts.step([inside, outside], [torch.ones(2), torch.ones(2)])
-    assert inside.tolist() == [-1.0, -1.0]
-    assert outside.tolist() == [0.0, 0.0]

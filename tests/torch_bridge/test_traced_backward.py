@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from apollo_compile.torch_bridge.traced_backward import differentiate, is_whole_step, name_backward, remember_modules
+from apollo_compile.torch_bridge.traced_backward import differentiate, name_backward
 
 STACK = {"key": ("L['self'].encoder", nn.Module)}
 
@@ -55,26 +55,3 @@ def test_gradients_are_those_of_autograd() -> None:
     assert torch.equal(differentiate(y.sum(), [x], retain_graph=True)[0], 2 * x)  # type: ignore[arg-type]
     found = differentiate([y, 3 * x], [x, unused], [torch.ones(2), torch.ones(2)], allow_unused=True)
     assert torch.equal(found[0], 2 * x + 3) and found[1] is None  # type: ignore[arg-type]
-
-
-def test_dynamos_calls_of_grad_are_replaced() -> None:
-    """And other graphs stay as they are."""
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    graphs: list[fx.GraphModule] = []
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.grad(x.sin().sum(), [x])[0]
-
-    def backend(graph_module: fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph_module)
-        return graph_module.forward
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(trace_autograd_ops=True):  # type: ignore[no-untyped-call]
-        torch.compile(step, backend=backend, fullgraph=True)(x)
-    (graph_module,) = graphs
-    assert is_whole_step(graph_module)
-    remember_modules(graph_module)
-    targets = [node.target for node in graph_module.graph.nodes]
-    assert differentiate in targets and torch.autograd.grad not in targets
-    assert torch.equal(graph_module(x)[0], x.cos())

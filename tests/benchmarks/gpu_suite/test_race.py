@@ -30,8 +30,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         return race(heat, until=end, start_limits_s={"hangs": 0.1}, loop_steps=4, most_rounds=ROUNDS)
 
 
-def test_one_that_is_well_has_everything(results: dict[str, Result]) -> None:
-    """Beside four that are not."""
+def test_each_keeps_what_it_gave_and_costs_the_others_nothing(results: dict[str, Result]) -> None:
+    """How one ended is told with the last line that it wrote; one that hangs has its time for the first step."""
     assert results["fine"] == Result(
         name="fine",
         first_step_s=1.5,
@@ -43,27 +43,15 @@ def test_one_that_is_well_has_everything(results: dict[str, Result]) -> None:
         loops_ns=ROUNDS * [4 * steppers.NS],
         steps_ns=ROUNDS * [5 * [2 * steppers.NS]],
     )
-
-
-def test_one_that_dies_keeps_what_it_gave(results: dict[str, Result]) -> None:
-    """With how it ended, and the last line that it wrote."""
-    found = results["dies"]
-    assert found.memory and found.loops_ns == [4 * steppers.NS]
-    assert "died at ('loop', 4), exit code 9" in found.note
-    assert found.note.endswith("an illegal memory access was encountered")
-
-
-def test_one_that_fails_takes_part_no_more(results: dict[str, Result]) -> None:
-    """From where it failed on."""
-    assert results["fails"].losses and not results["fails"].memory and not results["fails"].loops_ns
-    assert results["fails"].note.endswith("RuntimeError: no allocator")
-    assert results["breaks"].first_step_s is None and results["breaks"].note.endswith("Error: CUDA out of memory")
-
-
-def test_one_that_hangs_is_given_up(results: dict[str, Result]) -> None:
-    """After the time that it has for its first step."""
-    assert results["hangs"].first_step_s is None and not results["hangs"].losses
-    assert results["hangs"].note == "had no first step in 0 s, in which others compiled too"
+    dies, fails, breaks, hangs = (results[name] for name in ("dies", "fails", "breaks", "hangs"))
+    assert dies.memory and dies.loops_ns == [4 * steppers.NS]
+    assert "died at ('loop', 4), exit code 9" in dies.note
+    assert dies.note.endswith("an illegal memory access was encountered")
+    assert fails.losses and not fails.memory and not fails.loops_ns
+    assert fails.note.endswith("RuntimeError: no allocator")
+    assert breaks.first_step_s is None and breaks.note.endswith("Error: CUDA out of memory")
+    assert hangs.first_step_s is None and not hangs.losses
+    assert hangs.note == "had no first step in 0 s, in which others compiled too"
 
 
 def test_something_else_may_be_done_until_the_last_first_step(tmp_path: Path) -> None:

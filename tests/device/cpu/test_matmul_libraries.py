@@ -81,13 +81,6 @@ def test_threads_that_compile_at_once_measure_one_after_the_other(
     assert len(seen) == 20
 
 
-def test_nothing_is_kept_without_a_directory(measured: list[Any], tmp_path: Path) -> None:
-    """It is known in this process only."""
-    libraries = Libraries(None)
-    assert [libraries.choose([(WINS, 1)]) for _ in range(2)] == [{(WINS, 1)}] * 2
-    assert len(measured) == 1 and not list(tmp_path.iterdir())
-
-
 def test_small_products_are_left_and_smaller_ones_stand_for_large_ones(measured: list[Any]) -> None:
     """The borders are numbers of operations and of bytes."""
     libraries, small = Libraries(None), a_matmul(4, has_bias=True)
@@ -147,12 +140,15 @@ def test_old_measurements_make_room(measured: list[Any], tmp_path: Path, monkeyp
     assert [name.partition("x")[0] for name in content["gains"]] == ["300", "400", "500"] and len(dates) == 1
 
 
-def test_a_directory_that_cannot_be_written_costs_a_measurement_only(measured: list[Any], tmp_path: Path) -> None:
-    """A file is in its place."""
+@pytest.mark.parametrize(("folder", "count"), [(None, 1), ("file", 2)], ids=["none", "a file"])
+def test_without_a_directory_every_process_measures(
+    measured: list[Any], tmp_path: Path, folder: str | None, count: int
+) -> None:
+    """It is known in one process only; where a file is in the place of the directory, too."""
     (tmp_path / "file").write_text("")
-    for _ in range(2):
-        assert Libraries(tmp_path / "file").choose([(WINS, 1)])
-    assert len(measured) == 2
+    libraries = [Libraries(folder and tmp_path / folder) for _ in range(count)]
+    assert [each.choose([(WINS, 1)]) for each in 2 * libraries] == 2 * count * [{(WINS, 1)}]
+    assert len(measured) == count and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("left", [False, True])

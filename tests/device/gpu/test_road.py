@@ -300,9 +300,7 @@ def test_a_graph_with_branches_is_replayed_after_a_few_steps(lines: pytest.LogCa
 TIMES = r"segments in turn 10\.00 s, plan 8\.00 s"
 
 
-def test_the_plan_competes_with_its_segments_in_turn_and_stays_if_it_is_faster(
-    lines: pytest.LogCaptureFixture,
-) -> None:
+def test_the_plan_competes_with_its_segments_in_turn_and_stays_if_it_is_faster(lines: pytest.LogCaptureFixture) -> None:
     """Turns of twelve steps, the first after a warm-up; the losers keep no memory."""
     default = Default()
     loop = Loop(default, branches)

@@ -16,14 +16,14 @@ from apollo_compile.config import load_config
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
-from apollo_compile.ir import CostSource, Variant
+from apollo_compile.ir import Variant
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
 OPTIONS = {
     "debug.strict": True,
@@ -94,34 +94,6 @@ def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], 
     return lambda run: run(*inputs).square().mean()
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param(COMPILED, marks=pytest.mark.soak)], ids=["eager", "compiled"])
-def test_training_replays_and_is_as_in_eager(options: dict[str, Any]) -> None:
-    """Losses and gradients of every step, and the parameters at the end; lanes are used."""
-    compiler = new_compiler(**options)
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    expected = train(model, loss_of(inputs), steps=7)
-    assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
-    forward, backward = compiler.executables
-    compiler.check(replays=[5, 5])
-    assert len({lane for each in (forward, backward) for lane in each._launcher.streams}) >= 2
-    for graph, each in zip(compiler.models[0].graphs, (forward, backward), strict=True):
-        assert list(graph.lane_bytes().items()) == list(each.lane_bytes().items()) != []
-
-
-def test_measured_times_change_the_plan() -> None:
-    """Lanes that take a hundred times as long as the whole device are not used; the numbers stay those of eager."""
-    compiler = new_compiler(**{"plan.replan": True})
-    compiler.gpu.ns_by_stream = {f"lane {lane}": 100_000 for lane in range(1, 11)}
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    expected = train(model, loss_of(inputs), steps=6)
-    assert_same_training(expected, train(model, loss_of(inputs), steps=6, backend=compiler))
-    for graph in compiler.models[0].graphs:
-        assert graph.num_replans == 1 and graph.is_settled
-        assert {mode.source for modes in graph.compilation.costs.modes for mode in modes} == {CostSource.MEASURED}
-        assert all(assignment.lane == 0 for assignment in graph.compilation.plan.assignments)
-    assert not compiler.gpu.races
-
-
 def test_without_isolation_bodies_are_timed_on_quotas_and_run_on_plain_streams() -> None:
     """The plan competes with segments in turn."""
     compiler = new_compiler(**{"runtime.isolation": False, "plan.replan": True})
@@ -177,77 +149,6 @@ def assert_same_gradients(expected: nn.Module, actual: nn.Module) -> None:
         torch.testing.assert_close(others[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-Call = Callable[..., torch.Tensor]
-Inputs = tuple[torch.Tensor, ...]
-
-
-def two_forwards(model: nn.Module, call: Call, inputs: Inputs) -> list[torch.Tensor]:
-    """Go back through two forwards, in either order."""
-    for order in (1, -1):
-        losses = [call(*inputs).square().mean(), call(*inputs[::-1]).square().mean()]
-        for loss in losses[::order]:
-            loss.backward()
-    return []
-
-
-def kept_graph(model: nn.Module, call: Call, inputs: Inputs) -> list[torch.Tensor]:
-    """Go back through a forward again, after another one."""
-    loss = call(*inputs).square().mean()
-    loss.backward(retain_graph=True)
-    call(*inputs)
-    loss.backward()
-    return []
-
-
-def validation(model: nn.Module, call: Call, inputs: Inputs) -> list[torch.Tensor]:
-    """Validate between forward and backward; that graph without gradients replays, too."""
-    seen = []
-    for _ in range(4):
-        loss = call(*inputs).square().mean()
-        with torch.no_grad():
-            seen.append(call(*(0.5 * each for each in inputs)))
-        loss.backward()
-    return seen
-
-
-def kept_outputs(model: nn.Module, call: Call, inputs: Inputs) -> list[torch.Tensor]:
-    """Keep outputs of several steps."""
-    outputs = []
-    for scale in (1.0, 2.0, 3.0):
-        model.zero_grad(set_to_none=True)
-        outputs.append(call(*(scale * each for each in inputs)))
-        outputs[-1].square().mean().backward()
-    return [output.detach() for output in outputs]
-
-
-def sums(model: nn.Module, call: Call, inputs: Inputs) -> list[torch.Tensor]:
-    """Add gradients up, into new tensors and into old ones."""
-    for set_to_none in (True, False):
-        model.zero_grad(set_to_none=set_to_none)
-        for scale in (1.0, 2.0, 3.0):
-            call(*(scale * each for each in inputs)).square().mean().backward()
-    return []
-
-
-@pytest.mark.parametrize(
-    ("loop", "replays"),
-    [
-        (two_forwards, [5, 5]),
-        (kept_graph, None),
-        (validation, [6, 6, 2]),
-        (kept_outputs, [6, 6]),
-        (sums, [8, 8]),
-    ],
-)
-def test_a_training_loop_is_as_in_eager(compiler: Compiler, loop: Callable[..., Any], replays: list[int]) -> None:
-    """Outputs and gradients, whatever happens between a forward and its backward; most of it is replayed."""
-    model = TwoTowers(depth=1)
-    run, made, inputs = warmed_up(compiler, model)
-    torch.testing.assert_close(loop(made, run, inputs), loop(model, model, inputs), rtol=1e-4, atol=1e-4)
-    assert_same_gradients(model, made)
-    compiler.check(replays=replays)
-
-
 @pytest.mark.parametrize("moves", (True, False), ids=("replaced", "kept"))
 def test_hooks_on_saved_tensors_leave_the_forward_a_cuda_graph(
     compiler: Compiler, caplog: pytest.LogCaptureFixture, moves: bool
@@ -271,75 +172,6 @@ def test_hooks_on_saved_tensors_leave_the_forward_a_cuda_graph(
     compiler.check()
 
 
-class Sum(nn.Module):
-    """Two towers, scaled by two parameters that have one gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Parameter(torch.randn(16)) for _ in range(2))
-        self.towers = TwoTowers(depth=1)
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return self.towers(a, b) * (self.left + self.right).exp().sum()
-
-
-@pytest.mark.parametrize("zeroed", ("before the forward", "after the forward", "after the step"))
-def test_gradients_are_lent_where_training_lets_them_go_before_the_forward(compiler: Compiler, zeroed: str) -> None:
-    """Else they are copied out; clipping them in place changes each parameter's own alone."""
-    eager, inputs = Sum(), two_tower_inputs()
-    made = copy.deepcopy(eager)
-    run = torch.compile(made, backend=compiler)
-    places = set()
-    losses: dict[nn.Module, list[torch.Tensor]] = {eager: [], made: []}
-    for model, call in ((eager, eager), (made, run)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(8):
-            if zeroed == "before the forward":
-                optimizer.zero_grad()
-            loss = call(*inputs).square().mean()
-            if zeroed == "after the forward":
-                optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            losses[model].append(loss.detach())
-            assert model.left.grad.data_ptr() != model.right.grad.data_ptr()
-            if model is made:
-                places.add(next(made.towers.parameters()).grad.data_ptr())
-            if zeroed == "after the step":
-                optimizer.zero_grad()
-    torch.testing.assert_close(losses[made], losses[eager], rtol=1e-4, atol=1e-5)
-    for parameter, other in zip(eager.parameters(), made.parameters(), strict=True):
-        torch.testing.assert_close(other, parameter, rtol=1e-3, atol=1e-4)
-    (_, last) = compiler.executables
-    is_copied = zeroed == "after the forward"
-    compiler.check(replays=[5, 5] if is_copied else [6, 6])
-    assert last.num_captures == 1 + is_copied and bool(last.captures[0].kept.copied) == is_copied
-    assert is_copied or len(places) <= 1 + 2  # of the first runs, which are launched, and of the graph
-
-
-class Normalized(nn.Module):
-    """Two towers behind batch normalizations, which write to their statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(2))
-        self.towers = nn.ModuleList(Tower(64, 1) for _ in range(2))
-
-    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of all pairs."""
-        left, right = (tower(norm(x)) for tower, norm, x in zip(self.towers, self.norms, (image, text), strict=True))
-        return left @ right.T
-
-
-def test_statistics_are_written_once_a_step(compiler: Compiler) -> None:
-    """In the module's own buffers."""
-    model, inputs = Normalized(), two_tower_inputs()
-    expected = train(model, loss_of(inputs), steps=6)
-    assert_same_training(expected, train(model, loss_of(inputs), steps=6, backend=compiler))
-    compiler.check(replays=[4, 4])
-
-
 def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
     """Each with lanes at first and a CUDA graph afterwards."""
     model = TwoTowers(depth=1)
@@ -349,30 +181,6 @@ def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
             x = torch.randn(batch, 64)
             torch.testing.assert_close(run(x, x + 1), model(x, x + 1))
     compiler.check(replays=[1, 1])
-
-
-@pytest.mark.soak
-def test_the_variants_on_a_gpu_compete() -> None:
-    """One stream, lanes, perhaps Inductor; outputs are eager's all along."""
-    compiler = new_compiler(**COMPILED, **{"plan.autotune": True})
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    run = torch.compile(model, backend=compiler)
-    with torch.no_grad():
-        expected = model(*inputs)
-        for _ in range(4000):
-            torch.testing.assert_close(run(*inputs), expected, rtol=1e-4, atol=1e-4)
-            verdict = compiler.models[0].tuner.verdict
-            if verdict is not None:
-                break
-    assert verdict is not None
-    names = {standing.name for standing in verdict.standings}
-    assert {Variant.SERIAL, Variant.PLAN} <= names <= {Variant.SERIAL, Variant.PLAN, Variant.INDUCTOR}
-    assert set(compiler.gpu.others) == {Sharing.APART}
-    assert not any(gpu.races for gpu in compiler.gpu.others.values())
-    (graph,) = compiler.models[0].graphs
-    assert len(list(compiler.gpu.captures)) <= 1, "what lost keeps no memory"
-    if graph.variant != Variant.PLAN:
-        assert graph.lane_bytes() == {}
 
 
 @pytest.mark.parametrize("is_lopsided", (False, True), ids=("lanes", "a backward in turn"))

@@ -88,14 +88,18 @@ def test_a_bad_size_names_its_sample(costs: ModuleCosts, bad: Any) -> None:
         costs.seconds([{"tokens": 1, "patches": 0}, {"tokens": bad, "patches": 1}])
 
 
-def test_a_missing_size_names_its_sample(costs: ModuleCosts) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "sample"),
+    [
+        ({"tokens": [1, 2]}, 0),
+        ({"tokens": [1, 2, 3], "patches": [1]}, 1),
+        ([{"tokens": 1, "patches": 1}, {"tokens": 1}], 1),
+    ],
+)
+def test_a_missing_size_names_its_sample(costs: ModuleCosts, sizes: Any, sample: int) -> None:
     """Whether the column, an entry of it, or a key of a row is missing."""
-    with pytest.raises(SampleError, match="sample 0 has no size 'patches'"):
-        costs.seconds({"tokens": [1, 2]})
-    with pytest.raises(SampleError, match="sample 1 has no size 'patches'"):
-        costs.seconds({"tokens": [1, 2, 3], "patches": [1]})
-    with pytest.raises(SampleError, match="sample 1 has no size 'patches'"):
-        costs.seconds([{"tokens": 1, "patches": 1}, {"tokens": 1}])
+    with pytest.raises(SampleError, match=f"sample {sample} has no size 'patches'"):
+        costs.seconds(sizes)
 
 
 def test_costs_survive_a_file(costs: ModuleCosts, tmp_path: Any) -> None:

@@ -246,6 +246,16 @@ def _twice() -> nn.Sequential:
     return chain(nn.Tanh(), layer, nn.Tanh(), layer)
 
 
+add(
+    "two parameters with one gradient, clipped",
+    "Clipping multiplies the gradient of each in place, once.",
+    model=lambda: Wrapped(
+        lambda own, x: own.linear(x) + own.pair[0] + own.pair[1],
+        linear=_linear(),
+        pair=nn.ParameterList(nn.Parameter(torch.zeros(CLASSES)) for _ in range(2)),
+    ),
+    clip=0.1,
+)
 add("a module used twice", "Under two names.", model=_twice, by=adamw, clip=0.5)
 
 

@@ -53,11 +53,12 @@ def test_a_broken_plan_is_refused(broken: Plan, message: str) -> None:
 
 
 def test_a_segment_may_take_longer_beside_others_and_a_pinned_plan_longer_than_serial() -> None:
-    """Interference is part of a plan's durations; what a user pins is the user's."""
-    check.check_plan(with_assignment(0, duration_ns=10, start_ns=0), GRAPH, COSTS)
+    """Interference is part of a plan's durations, and what a user pins is the user's; hand-overs need their time."""
     disturbed = replace(with_assignment(2, duration_ns=12), makespan_ns=22)
     check.check_plan(disturbed, GRAPH, COSTS)
     check.check_plan(replace(SLOWER, pinned=True), GRAPH, COSTS)
+    with pytest.raises(InvariantError, match="until 13 ns"):
+        check.check_plan(PLAN, GRAPH, replace(COSTS, handover_ns=3))
 
 
 def test_a_plan_that_issues_collectives_in_another_order_is_refused() -> None:
@@ -76,32 +77,22 @@ def test_a_plan_that_issues_collectives_in_another_order_is_refused() -> None:
         check.check_plan(plan(ordered, "AABB*", costs=table, order=order), ordered, table)
 
 
-def test_a_plan_must_leave_time_for_hand_overs() -> None:
-    """The same plan under costs with a hand-over."""
-    with pytest.raises(InvariantError, match="until 13 ns"):
-        check.check_plan(PLAN, GRAPH, replace(COSTS, handover_ns=3))
+ROW = COSTS.modes[0]
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
-    [((), "at least one mode"), (tuple(reversed(COSTS.modes[0])), "ascending"), (COSTS.modes[0] * 2, "ascending")],
+    [
+        ((), "at least one mode"),
+        (tuple(reversed(ROW)), "ascending"),
+        (ROW * 2, "ascending"),
+        ((replace(ROW[0], memory_share=1.5), ROW[1]), "between 0 and 1"),
+        ((replace(ROW[0], launch_share=1.5), ROW[1]), "between 0 and 1"),
+        ((replace(ROW[0], duration_ns=0), ROW[1]), "at least 1 ns"),  # it would leave the start order open
+    ],
 )
 def test_broken_costs_are_refused(row: tuple[object, ...], message: str) -> None:
-    """Rows without modes, in the wrong order, repeated."""
+    """Rows without modes, in the wrong order, repeated; shares of a duration are between zero and one."""
     check.check_costs(COSTS, GRAPH)
     with pytest.raises(InvariantError, match=message):
         check.check_costs(replace(COSTS, modes=(row, *COSTS.modes[1:])), GRAPH)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("share", ("memory_share", "launch_share"))
-def test_a_share_of_memory_or_launches_is_between_zero_and_one(share: str) -> None:
-    """It is a share of the duration."""
-    wrong = replace(COSTS.modes[0][0], **{share: 1.5})  # type: ignore[arg-type]
-    with pytest.raises(InvariantError, match="between 0 and 1"):
-        check.check_costs(replace(COSTS, modes=((wrong, COSTS.modes[0][1]), *COSTS.modes[1:])), GRAPH)
-
-
-def test_a_duration_of_zero_is_refused() -> None:
-    """It would leave the start order open."""
-    with pytest.raises(InvariantError, match="at least 1 ns"):
-        check.check_costs(costs(GRAPH, PLAN.lanes, [0, 10]), GRAPH)

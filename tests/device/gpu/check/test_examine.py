@@ -38,50 +38,37 @@ def test_without_a_gpu_there_is_one_finding_that_says_so() -> None:
     assert finding.message.startswith("torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU")
 
 
-def test_lanes_on_the_sms_that_they_were_granted_are_ok() -> None:
-    """In every launch."""
-    finding = judge_censuses("lanes", GRANTED, [census()] * 20)
-    assert (finding.level, finding.message) == (
-        Level.OK,
-        "16 + 8 SMs, disjoint and the same in 20 launches; the last lane started at most 3.0 us late",
-    )
+MORE = {A: SMS[A] | {130, 131}, B: SMS[B] | {130, 131}}
 
 
 @pytest.mark.parametrize(
-    ("second", "text"),
+    ("censuses", "extra", "level", "text"),
     [
-        ({**SMS, B: frozenset(range(100, 107))}, "launch 1: lane 2 ran on 7 SMs, granted were 8"),
-        ({**SMS, A: frozenset(range(17))}, "launch 1: lane 1 ran on 17 SMs, granted were 16"),
-        ({**SMS, B: frozenset(range(101, 109))}, "launch 1: lane 2 ran on other SMs than before"),
+        (
+            20 * [census()],
+            0,
+            Level.OK,
+            "16 + 8 SMs, disjoint and the same in 20 launches; the last lane started at most 3",
+        ),
+        ([census({**SMS, B: SMS[B] - {107}})], 0, Level.ERROR, "launch 0: lane 2 ran on 7 SMs, granted were 8"),
+        ([census({**SMS, A: frozenset(range(17))})], 0, Level.ERROR, "launch 0: lane 1 ran on 17 SMs, granted were 16"),
+        (
+            [census(), census({**SMS, B: frozenset(range(101, 109))})],
+            *(0, Level.ERROR, "launch 1: lane 2 ran on other SMs than before"),
+        ),
+        (
+            [census({**SMS, B: frozenset(range(15, 23))})],
+            *(0, Level.ERROR, "launch 0: lanes 1 and 2 share SMs [15]; they should share none"),
+        ),
+        ([census(MORE)], 0, Level.ERROR, "launch 0: "),
+        ([census(MORE)], 2, Level.WARNING, "ran on 18 + 10 SMs, granted were 16 + 8"),  # the driver may add them
+        (3 * [census(begin_b=200_000)], 0, Level.WARNING, "ran one after the other in 3 of them"),  # nothing is gained
     ],
 )
-def test_other_sms_are_a_failure(second: Mapping[LaneId, frozenset[int]], text: str) -> None:
-    """In any launch: fewer, more, or others."""
-    finding = judge_censuses("lanes", GRANTED, [census(), census(second)])
-    assert finding.level == Level.ERROR and finding.message.startswith(text)
-
-
-def test_lanes_that_share_sms_are_a_failure() -> None:
-    """Which are named."""
-    finding = judge_censuses("lanes", GRANTED, [census({**SMS, B: frozenset(range(15, 23))})])
-    assert (finding.level, finding.message) == (
-        Level.ERROR,
-        "launch 0: lanes 1 and 2 share SMs [15]; they should share none",
-    )
-
-
-def test_two_more_sms_on_every_lane_are_a_warning_where_the_driver_may_add_them() -> None:
-    """And a failure elsewhere."""
-    more = {A: SMS[A] | {130, 131}, B: SMS[B] | {130, 131}}
-    assert judge_censuses("lanes", GRANTED, [census(more)]).level == Level.ERROR
-    finding = judge_censuses("lanes", GRANTED, [census(more)], extra=2)
-    assert finding.level == Level.WARNING and "ran on 18 + 10 SMs, granted were 16 + 8" in finding.message
-
-
-def test_lanes_one_after_the_other_are_a_warning() -> None:
-    """Quotas hold, but nothing is gained."""
-    finding = judge_censuses("lanes", GRANTED, [census(begin_b=200_000)] * 3)
-    assert finding.level == Level.WARNING and "ran one after the other in 3 of them" in finding.message
+def test_censuses_of_two_lanes_are_judged(censuses: list[Census], extra: int, level: Level, text: str) -> None:
+    """Fewer SMs than granted, more, other or shared ones are a failure, in any launch."""
+    finding = judge_censuses("lanes", GRANTED, censuses, extra=extra)
+    assert finding.level == level and text in finding.message
 
 
 class CensusGpu(FakeGpu):

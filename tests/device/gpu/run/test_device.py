@@ -77,16 +77,6 @@ def test_lanes_are_made_of_the_atoms_that_the_driver_grants(
         assert made.num_sms == len(sms_of(stub, made)) == len(lane.units)
 
 
-def test_a_plain_stream_may_use_every_sm(stub: ctypes.CDLL) -> None:
-    """It is made once per number, as a lane is per atoms, and is nobody else's."""
-    device = open_stub(stub)
-    sms = (ctypes.c_int * 256)()
-    streams = [device.stream(1), device.stream(2)]
-    assert [stub.stub_sms_of_stream(each, sms) for each in streams] == 2 * [132]
-    assert len({*streams, device.lane([0]).stream}) == 3
-    assert device.stream(1) == streams[0] and device.lane([0]).stream == device.lane([0]).stream
-
-
 def test_what_the_driver_refuses_is_a_cuda_error_that_says_what_to_do(stub: ctypes.CDLL) -> None:
     """What failed, what was expected and found, where, and what to do."""
     device = open_stub(stub)

@@ -18,17 +18,9 @@ from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.target import as_one_segment
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
-from apollo_compile.ir import (
-    Buffer,
-    BufferId,
-    Lane,
-    LaneId,
-    Role,
-    SegmentGraph,
-    SegmentId,
-)
+from apollo_compile.ir import Buffer, BufferId, Lane, LaneId, Role, SegmentGraph, SegmentId
 from apollo_compile.target.target import CompiledBody, Contract
-from tests.builders import LETTERS, graph, plan
+from tests.builders import graph, plan
 from tests.device.gpu.arena import SEGMENT_BYTES
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
 from tests.device.gpu.run.test_launch import program_of
@@ -47,15 +39,35 @@ def add_input(made: SegmentGraph, reader: int) -> SegmentGraph:
     return replace(made, segments=segments, buffers=(*made.buffers, buffer), inputs=(*made.inputs, new))
 
 
-def body(function: Callable[..., Any]) -> CompiledBody:
-    """Make a body of a function of tensors that returns one."""
+def executable_of(
+    made: SegmentGraph,
+    letters: str,
+    functions: Sequence[Callable[..., Any]],
+    gpu: FakeGpu,
+    *,
+    shared: ModelMemory | None = None,
+    contract: Contract | None = None,
+    **options: Any,
+) -> CudaExecutable:
+    """Return a graph on the lanes with these letters, whose bodies are functions of tensors that return one."""
 
-    def run(inputs: Tensors) -> Sequence[torch.Tensor]:
-        arguments = list(inputs)
-        inputs.clear()
-        return [function(*arguments)]
+    def body(function: Callable[..., Any]) -> CompiledBody:
+        def run(inputs: Tensors) -> Sequence[torch.Tensor]:
+            arguments = list(inputs)
+            inputs.clear()
+            return [function(*arguments)]
 
-    return CompiledBody(function=run)
+        return CompiledBody(function=run)
+
+    return CudaExecutable(
+        program=program_of(made, plan(made, letters)),
+        graph=made,
+        bodies=list(map(body, functions)),
+        gpu=gpu,
+        contract=contract or Contract(user_outputs=frozenset(range(len(made.outputs)))),
+        shared=shared or ModelMemory(),
+        **options,
+    )
 
 
 def two_towers(
@@ -66,7 +78,6 @@ def two_towers(
     written: Sequence[int] | None = (),
     user: Sequence[int] = (0,),
     outputs: Sequence[int] = (2, 0),
-    shared: ModelMemory | None = None,
     **options: Any,
 ) -> CudaExecutable:
     """Return segments 0 and 1 on two lanes, which segment 2 joins; input 1 is read by segment 0 too.
@@ -74,26 +85,13 @@ def two_towers(
     By default output 0, of segment 2, is the user's, and output 1, of segment 0, is kept for a backward.
     """
     made = replace(add_input(graph((), (), (0, 1), outputs=outputs), 0), role=role)
-    bodies = [body(f) for f in functions or (torch.mul, torch.sin, torch.add)]
-    return CudaExecutable(
-        program=program_of(made, plan(made, "ABA")),
-        graph=made,
-        bodies=bodies,
-        gpu=gpu,
-        contract=Contract(
-            static_inputs=frozenset(static),
-            written_inputs=None if written is None else frozenset(written),
-            user_outputs=frozenset(user),
-        ),
-        shared=shared or ModelMemory(),
-        **options,
+    contract = Contract(
+        static_inputs=frozenset(static),
+        written_inputs=None if written is None else frozenset(written),
+        user_outputs=frozenset(user),
     )
-
-
-@pytest.fixture
-def gpu() -> FakeGpu:
-    """Make a device of two units."""
-    return FakeGpu(units=2)
+    functions = functions or (torch.mul, torch.sin, torch.add)
+    return executable_of(made, "ABA", functions, gpu, contract=contract, **options)
 
 
 def warm_up(executable: CudaExecutable) -> torch.Tensor:
@@ -136,56 +134,6 @@ def test_the_first_runs_are_on_lanes_and_later_ones_replay(gpu: FakeGpu) -> None
     assert not gpu.races
 
 
-def test_a_capture_forks_all_lanes_from_its_origin_and_joins_them(gpu: FakeGpu) -> None:
-    """The stand-in refuses anything else; here is the order itself."""
-    executable = two_towers(gpu)
-    weight = torch.randn(4)
-    for _ in range(2):
-        executable.run([torch.randn(4), weight])
-    gpu.log.clear()
-    executable.run([torch.randn(4), weight])
-    origin, a, b = "origin of the capture", "lane 1", "lane 2"
-    begin = gpu.log.index(("capture",))
-    end = gpu.log.index(("copy", "1"), begin)
-    assert gpu.log[begin + 1 : end] == [
-        ("record", origin),
-        ("wait", a),
-        ("wait", b),
-        ("launch", a),
-        ("launch", b),
-        ("record", b),
-        ("wait", a),
-        ("launch", a),
-        ("record", a),
-        ("wait", origin),
-        ("record", b),
-        ("wait", origin),
-    ]
-
-
-def test_a_second_forward_before_the_backward_does_not_touch_what_is_kept(gpu: FakeGpu) -> None:
-    """It runs on lanes; once the first is let go, replays go on."""
-    executable = two_towers(gpu)
-    weight = torch.randn(4)
-    for _ in range(3):
-        executable.run([torch.randn(4), weight])
-    first = torch.randn(4)
-    _, kept = executable.run([first, weight])
-    second = torch.randn(4)
-    _, also_kept = executable.run([second, weight])
-    assert counts(executable) == (3, 1, 2)
-    assert kept is not None and also_kept is not None
-    assert torch.equal(kept, first * weight) and torch.equal(also_kept, second * weight)
-    view = kept[:2]
-    del kept
-    executable.run([torch.randn(4), weight])
-    assert counts(executable) == (4, 1, 2)
-    assert torch.equal(view, (first * weight)[:2])
-    del view
-    executable.run([torch.randn(4), weight])
-    assert counts(executable) == (4, 1, 3)
-
-
 def test_what_was_let_go_is_captured_again_however_often(gpu: FakeGpu) -> None:
     """No input has moved, so that does not count."""
     executable = two_towers(gpu)
@@ -224,15 +172,9 @@ def make_pair(
     shared = shared or ModelMemory()
     forward = two_towers(gpu, outputs=outputs, shared=shared, **options)
     backward_graph = replace(add_input(add_input(graph((), (), outputs=made), 0), 1), role=Role.BACKWARD)
-    backward = CudaExecutable(
-        program=program_of(backward_graph, plan(backward_graph, "AB")),
-        graph=backward_graph,
-        bodies=[body(function) for function in functions or (torch.mul, torch.sub)],
-        gpu=gpu,
-        contract=Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0, 1})),
-        shared=shared,
-        **options,
-    )
+    contract = Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0, 1}))
+    functions = functions or (torch.mul, torch.sub)
+    backward = executable_of(backward_graph, "AB", functions, gpu, contract=contract, shared=shared, **options)
     return forward, backward
 
 
@@ -341,16 +283,6 @@ def test_one_thread_at_a_time_launches_on_a_device(gpu: FakeGpu) -> None:
     assert most == [1]
 
 
-def test_inside_a_capture_of_the_user_the_lanes_join_it(gpu: FakeGpu) -> None:
-    """They are launched as ever, and nothing of ours is captured or replayed."""
-    executable = two_towers(gpu)
-    weight = torch.randn(4)
-    gpu.is_captured_by_user = True
-    for _ in range(5):
-        executable.run([torch.randn(4), weight])
-    assert counts(executable) == (5, 0, 0)
-
-
 def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu) -> None:
     """On lanes and in a capture."""
     state = SimpleNamespace(fails=True)
@@ -392,15 +324,7 @@ def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(g
 def test_the_lane_with_every_unit_has_no_quota(gpu: FakeGpu) -> None:
     """It is the caller's stream, on which segments run in turn: that must stay possible."""
     made = graph((), (), (0, 1))
-    executable = CudaExecutable(
-        program=program_of(made, plan(made, LETTERS[0] * 3)),
-        graph=made,
-        bodies=[body(torch.cos), body(torch.sin), body(torch.add)],
-        gpu=gpu,
-        contract=Contract(user_outputs=frozenset({0})),
-        shared=ModelMemory(),
-        lane_memory_quota=1,
-    )
+    executable = executable_of(made, "***", (torch.cos, torch.sin, torch.add), gpu, lane_memory_quota=1)
     for _ in range(4):
         x = torch.randn(4)
         (out,) = executable.run([x])

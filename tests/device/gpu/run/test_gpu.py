@@ -71,10 +71,7 @@ def test_a_lane_that_gets_fewer_sms_is_refused(gpu: TorchGpu, stub: ctypes.CDLL)
         gpu.lane_stream(LEFT)
 
 
-@pytest.mark.parametrize(
-    ("sharing", "left_out"),
-    [(Sharing.APART, 36), (Sharing.FREE, None)],
-)
+@pytest.mark.parametrize(("sharing", "left_out"), [(Sharing.APART, 36), (Sharing.FREE, None)])
 def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
     gpu: TorchGpu, sharing: Sharing, left_out: int | None
 ) -> None:

@@ -9,17 +9,7 @@ import torch
 from apollo_compile.device.gpu.run.gpu import atoms_of
 from apollo_compile.device.gpu.run.launch import Launcher, host_order
 from apollo_compile.errors import InvariantError
-from apollo_compile.ir import (
-    EventId,
-    Lane,
-    LaneId,
-    Launch,
-    Plan,
-    Program,
-    Record,
-    SegmentGraph,
-    Wait,
-)
+from apollo_compile.ir import EventId, Lane, LaneId, Launch, Plan, Program, Record, SegmentGraph, Wait
 from apollo_compile.ir.check import check_memory, check_program
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory

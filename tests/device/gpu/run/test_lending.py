@@ -17,12 +17,6 @@ Pair = tuple[CudaExecutable, CudaExecutable]
 Gradients = list[torch.Tensor | None]
 
 
-@pytest.fixture
-def gpu() -> FakeGpu:
-    """Make a device of two units."""
-    return FakeGpu(units=2)
-
-
 def lends(gpu: FakeGpu) -> bool:
     """Whether the backwards that are captured lend their gradients, all of them or none."""
     (found,) = {not each.kept.copied for each in gpu.captures if each.role is Role.BACKWARD}

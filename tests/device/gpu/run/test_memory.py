@@ -14,12 +14,6 @@ from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
 from tests.device.gpu.run.test_execute import counts, expected, make_pair, step, two_towers
 
 
-@pytest.fixture
-def gpu() -> FakeGpu:
-    """Make a device of two units."""
-    return FakeGpu(units=2)
-
-
 def run(executable: CudaExecutable, weight: torch.Tensor, times: int = 1) -> None:
     """Run so often with that parameter, and check the results."""
     for _ in range(times):
@@ -33,26 +27,16 @@ def live(gpu: FakeGpu) -> list[FakeRecording]:
 
 
 def test_parameters_that_move_back_and_forth_have_a_graph_at_either_place(gpu: FakeGpu) -> None:
-    """As averaged weights that are swapped in for validation: after both are captured, nothing is launched."""
-    executable = two_towers(gpu)
+    """As averaged weights that are swapped in, for a while or for every second step, where they never stay for two."""
     weights = torch.randn(4), torch.randn(4)
-    for weight in weights:
-        run(executable, weight, 4)
-    launched = executable.num_launches
-    for _ in range(5):
+    for first, launched in ((4, 3), (1, 2)):
+        executable = two_towers(gpu)
         for weight in weights:
-            run(executable, weight)
-    assert (executable.num_captures, executable.num_launches) == (2, launched)
-    assert {each.num_replays for each in gpu.recordings} == {7, 8}
-
-
-def test_parameters_that_change_places_at_every_step_get_both_graphs(gpu: FakeGpu) -> None:
-    """They never stay for two steps, but they come back."""
-    executable, weights = two_towers(gpu), (torch.randn(4), torch.randn(4))
-    for _ in range(8):
-        for weight in weights:
-            run(executable, weight)
-    assert counts(executable) == (2, 2, 14)
+            run(executable, weight, first)
+        for _ in range(7):
+            for weight in weights:
+                run(executable, weight)
+        assert counts(executable)[:2] == (launched, 2)
 
 
 def test_a_third_place_replaces_the_one_that_was_not_used_for_longest(gpu: FakeGpu) -> None:

@@ -8,21 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apollo_compile.device.gpu.run.execute import CudaExecutable
-from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import BufferId, Role
 from apollo_compile.target.target import Contract
-from tests.builders import graph, plan
+from tests.builders import graph
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.run.test_execute import add_input, body, counts, make_pair, two_towers, warm_up
-from tests.device.gpu.run.test_launch import program_of
-
-
-@pytest.fixture
-def gpu() -> FakeGpu:
-    """Make a device of two units."""
-    return FakeGpu(units=2)
+from tests.device.gpu.run.test_execute import add_input, counts, executable_of, make_pair, two_towers, warm_up
 
 
 def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> None:
@@ -31,14 +22,8 @@ def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> N
     made = replace(
         made, outputs=(BufferId(0), BufferId(2)), buffers=(replace(made.buffers[0], is_output=True), *made.buffers[1:])
     )
-    executable = CudaExecutable(
-        program=program_of(made, plan(made, "AB")),
-        graph=made,
-        bodies=[body(torch.mul), body(torch.sin)],
-        gpu=gpu,
-        contract=Contract(static_inputs=frozenset({1}), user_outputs=frozenset({1})),
-        shared=ModelMemory(),
-    )
+    contract = Contract(static_inputs=frozenset({1}), user_outputs=frozenset({1}))
+    executable = executable_of(made, "AB", (torch.mul, torch.sin), gpu, contract=contract)
     weight = torch.randn(4)
     held = []
     for _ in range(5):
@@ -139,15 +124,7 @@ def test_an_output_whose_elements_share_memory_is_copied_out(gpu: FakeGpu) -> No
 def test_outputs_that_share_memory_share_it_after_a_replay_too(gpu: FakeGpu, view: Callable[..., torch.Tensor]) -> None:
     """A graph without gradients may return a tensor and a view of it; who writes to one writes to the other."""
     made = replace(graph((), (0,), outputs=(0, 1)), role=Role.INFERENCE)
-    executable = CudaExecutable(
-        program=program_of(made, plan(made, "AB")),
-        graph=made,
-        bodies=[body(torch.sin), body(view)],
-        gpu=gpu,
-        contract=Contract(user_outputs=frozenset({0, 1})),
-        shared=ModelMemory(),
-        strict=True,
-    )
+    executable = executable_of(made, "AB", (torch.sin, view), gpu, strict=True)
     held = []
     for _ in range(5):
         x = torch.randn(4)
