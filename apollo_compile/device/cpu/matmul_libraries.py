@@ -26,7 +26,6 @@ import functools
 import itertools
 import logging
 import os
-import statistics
 import threading
 import time
 from collections import defaultdict
@@ -59,7 +58,7 @@ MAX_ENTRIES = 4096
 """Gains in a file; the youngest are kept."""
 
 _MEASURE_NS = 20_000_000
-_LEAST_SAMPLES = 3
+_LEAST_SAMPLES = 5
 
 _FAR_BYTES = 8 * 2**20
 """Bytes that exceed the caches of one core."""
@@ -185,9 +184,9 @@ def _measure_gain(matmul: Matmul, cores: int) -> float | None:
     try:
         if cores != threads:
             torch.set_num_threads(cores)
-        blas, onednn = _typical_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
+        blas, onednn = _least_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
         if matmul.is_left_transposed:
-            onednn += _typical_times([[_copy_of_left(matmul)]])[0]
+            onednn += _least_times([[_copy_of_left(matmul)]])[0]
     except RuntimeError as error:  # not every build of oneDNN supports every matmul
         _logger.info("BLAS is used for %s: oneDNN could not be measured: %s", matmul.name, error)
         return None
@@ -223,8 +222,8 @@ def _ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.float32, device="cpu")
 
 
-def _typical_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
-    """Return the median time in nanoseconds of each call.
+def _least_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
+    """Return the least time in nanoseconds of each call, as other processes only lengthen a call.
 
     Calls alternate, because the speed of the machine changes over time. Copies alternate too, because a step uses other
     matrices before the same matmul runs again.
@@ -240,4 +239,4 @@ def _typical_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[flo
             samples.append(time.perf_counter_ns() - start)
         if len(times[0]) >= _LEAST_SAMPLES and time.perf_counter_ns() - begin >= _MEASURE_NS:
             break
-    return [statistics.median(samples) for samples in times]
+    return [float(min(samples)) for samples in times]

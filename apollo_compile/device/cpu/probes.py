@@ -72,7 +72,8 @@ def make_probes(counts: Sequence[int]) -> list[Probe]:
     """Return probes for these numbers of units; vector additions first, since the rates of the others need them."""
     probes = [_near_probe(kib) for kib in (48, 192, 768, 3072, 12288, 49152, 196608)]
     probes += [_far_probe(mib) for mib in (2, 4, 16, 64)]
-    probes += [_float32_probe(size, counts) for size in (16, 32, 64, 128, 256, 512)]
+    probes += [_matmul_probe(size, torch.float32) for size in (16, 32, 64)]  # too small for another library
+    probes += [_float32_probe(size, counts) for size in (128, 256, 512)]
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         probes += [_matmul_probe(size, dtype) for size in (32, 128, 256)]
     probes += [_batched_probe(*shape) for shape in ((32, 16), (64, 32), (64, 64), (32, 128))]

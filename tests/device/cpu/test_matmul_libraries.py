@@ -223,3 +223,16 @@ def test_a_calibration_calls_blas_where_there_is_no_choice(
     monkeypatch.setattr(matmul_libraries, "has_onednn", lambda: False)
     call_as_bodies(128, 1)()
     assert not measured
+
+
+def test_interruptions_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most calls of the faster one are interrupted for longer than the slower one takes."""
+    clock, counts = [0], [0, 0]
+
+    def call(which: int, ns: int) -> None:
+        counts[which] += 1
+        clock[0] += ns + (10**7 if which == 0 and counts[which] % 4 else 0)
+
+    monkeypatch.setattr(matmul_libraries.time, "perf_counter_ns", lambda: clock[0])
+    faster, slower = matmul_libraries._least_times([[lambda: call(0, 10**6), lambda: call(1, 2 * 10**6)]])
+    assert (faster, slower) == (10**6, 2 * 10**6)
