@@ -26,10 +26,17 @@ from apollo_compile.target.profile import DeviceProfile, limit_units
 class _Content:
     fingerprint: Fingerprint | None
     profile: DeviceProfile
+    method: int = 1
+    """Number of the way in which profiles are measured; earlier files have none."""
 
 
 _FORMAT = FileFormat(kind="profile", number=5, content=_Content, max_bytes=4 * 2**20)
 """File format of profiles; a measured profile takes about 20 kB."""
+
+_METHOD = 2
+"""1: BLAS computed every matmul. 2: the library that a body would use."""
+
+_OTHER_WAY = "another version of apollo measured it, and did not time the libraries that bodies use for matmuls"
 
 
 def packaged_profiles() -> tuple[str, ...]:
@@ -75,12 +82,12 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 def save_profile(profile: DeviceProfile, path: Path, *, fingerprint: Fingerprint | None = None) -> None:
     """Write a profile to a file atomically. Raises `OSError` if that fails."""
-    _FORMAT.write(path, _Content(fingerprint=fingerprint, profile=profile))
+    _FORMAT.write(path, _Content(fingerprint=fingerprint, profile=profile, method=_METHOD))
 
 
 def format_profile(profile: DeviceProfile, *, fingerprint: Fingerprint | None = None) -> str:
     """Return the text of a profile's file."""
-    return _FORMAT.format(_Content(fingerprint=fingerprint, profile=profile))
+    return _FORMAT.format(_Content(fingerprint=fingerprint, profile=profile, method=_METHOD))
 
 
 # ---------------------------------------------------------------------------------------------------------- cache
@@ -94,14 +101,16 @@ def cached_profile_path(cache_dir: Path, units: int) -> Path:
 def inspect_profile(path: Path, fingerprint: Fingerprint) -> Found[DeviceProfile]:
     """Return the profile in a file if it was measured on the machine with this fingerprint.
 
-    A profile of another machine or version of torch is stale; one that was scaled by a quick measurement counts as
-    missing then, since it may be replaced.
+    A profile of another machine or version of torch, or measured in another way, is stale; one that was scaled by a
+    quick measurement counts as missing then, since it may be replaced.
     """
     found = _FORMAT.inspect(path)
     if found.content is None:
         return Found(state=found.state, detail=found.detail)
     profile, before = found.content.profile, found.content.fingerprint
-    if before == fingerprint and profile.units == fingerprint.units:
+    is_same_way = found.content.method == _METHOD
+    if before == fingerprint and profile.units == fingerprint.units and is_same_way:
         return Found(state=FileState.CURRENT, content=profile)
     state = FileState.MISSING if profile.source == "scaled" else FileState.STALE
-    return Found(state=state, detail=describe_changes(before, fingerprint) or "other units")
+    changes = describe_changes(before, fingerprint) or ("other units" if is_same_way else _OTHER_WAY)
+    return Found(state=state, detail=changes)

@@ -60,6 +60,11 @@ def compiler_settings() -> str:
     return f"{kernels!r} {settings!r}"
 
 
+def has_onednn() -> bool:
+    """Whether torch was built with oneDNN."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
 def may_choose_library() -> bool:
     """Whether we may choose the library that computes a matmul on a CPU.
 
@@ -68,7 +73,7 @@ def may_choose_library() -> bool:
     inputs.
     """
     mkldnn = torch.backends.mkldnn
-    if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
+    if not (has_onednn() and mkldnn.enabled):
         return False
     is_fixed = (
         torch.are_deterministic_algorithms_enabled()

@@ -94,7 +94,7 @@ def calibrate(
     threads, disturbed = torch.get_num_threads(), 0
     # Rates between these numbers of units are interpolated.
     counts = sorted({1, *(len(lane.units) for lane in useful_lanes(lane_catalogue(units), 2))})
-    runtime, probes = RuntimePrograms(units, counts), make_probes()
+    runtime, probes = RuntimePrograms(units, counts), make_probes(counts)
     with torch.no_grad():
         for number in range(rounds):
             progress("measuring", number + 1, rounds + 2)

@@ -2,9 +2,9 @@
 
     discover_profile(units, cache_dir=...) -> DeviceProfile
 
-Without a calibrated profile, a quick measurement on one thread (a matmul and a vector addition, about 50 ms) scales the
-packaged profile, and the result is cached. It uses one thread, because a second OpenMP thread team slows every later
-parallel region. Another process on the core makes the device look slow, so a round counts as
+Without a calibrated profile, a quick measurement on one thread (matmuls by BLAS and as in bodies, a vector addition,
+about 0.1 s) scales the packaged profile, and the result is cached. It uses one thread, because a second OpenMP thread
+team slows every later parallel region. Another process on the core makes the device look slow, so a round counts as
 disturbed if the thread got less CPU time than it could use; a disturbed result is used, but not cached.
 
 For a file that is damaged, or was measured on another machine, one WARNING is logged, and the scaled default is used.
@@ -79,18 +79,23 @@ def _scale_default(units: int) -> tuple[DeviceProfile, bool]:
     # Torch's modes are per thread, and a compile runs in a mode that makes all tensors fake. So a separate thread
     # measures.
     with ThreadPoolExecutor(1) as thread:
-        matmul_ns, addition_ns, is_disturbed = thread.submit(_measure_quickly).result()
+        matmul_ns, linear_ns, addition_ns, is_disturbed = thread.submit(_measure_quickly).result()
     flops, num_bytes = 2 * _MATMUL_SIZE**3, 3 * _VECTOR_BYTES
     faster = flops / matmul_ns * NS_PER_S / default.flops_per_s(KernelKind.MATMUL, "float32", flops, 1)
+    in_bodies = faster * matmul_ns / linear_ns  # for matmuls whose library bodies choose
     wider = num_bytes / addition_ns * NS_PER_S / default.near_rate(num_bytes, 1)
     profile = replace(
         default,
         name=f"{cpu_model()} x{units}",
         source="scaled",
-        arithmetic=tuple(replace(table, rates=_scale(table.rates, faster)) for table in default.arithmetic),
+        arithmetic=tuple(
+            replace(table, rates=_scale(table.rates, in_bodies if has_choice else faster))
+            for table in default.arithmetic
+            for has_choice in [(table.kind, table.dtype) == (KernelKind.MATMUL, "float32")]
+        ),
         near_bytes_per_s=_scale(default.near_bytes_per_s, wider),
         far_bytes_per_s=_scale(default.far_bytes_per_s, wider),
-        notes=(f"the packaged profile: arithmetic x {faster:.2f}, bytes x {wider:.2f}",),
+        notes=(f"the packaged profile: matmuls x {in_bodies:.2f}, arithmetic x {faster:.2f}, bytes x {wider:.2f}",),
     )
     return profile, is_disturbed
 
@@ -99,9 +104,11 @@ def _scale(rates: Sequence[Rate], factor: float) -> tuple[Rate, ...]:
     return tuple(replace(rate, per_s=tuple(value * factor for value in rate.per_s)) for rate in rates)
 
 
-def _measure_quickly() -> tuple[int, int, bool]:
-    """Return the nanoseconds of a matmul and of a vector addition, and whether they were disturbed."""
+def _measure_quickly() -> tuple[int, int, int, bool]:
+    """Return the times of a matmul by BLAS, of one in a body, and of an addition, and whether they were disturbed."""
     import torch
+
+    from apollo_compile.device.cpu.matmul_libraries import call_as_bodies
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -110,9 +117,11 @@ def _measure_quickly() -> tuple[int, int, bool]:
         left, right, out = (torch.ones(size, dtype=torch.float32, device="cpu") for _ in range(3))
         vector, total = (torch.ones(_VECTOR_BYTES // 4, dtype=torch.float32, device="cpu") for _ in range(2))
         matmul_ns, matmul_share = _best_of(lambda: torch.mm(left, right, out=out))
+        linear_ns, linear_share = _best_of(call_as_bodies(_MATMUL_SIZE, 1))  # two matmuls
         addition_ns, addition_share = _best_of(lambda: total.add_(vector))
     torch.set_num_threads(threads)  # the last thread that sets it decides for new threads
-    return matmul_ns, addition_ns, min(matmul_share, addition_share) < LEAST_CPU_SHARE
+    is_disturbed = min(matmul_share, linear_share, addition_share) < LEAST_CPU_SHARE
+    return matmul_ns, linear_ns // 2, addition_ns, is_disturbed
 
 
 def _best_of(call: Callable[[], object]) -> tuple[int, float]:

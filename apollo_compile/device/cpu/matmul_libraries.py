@@ -1,6 +1,7 @@
 """Selection of the library for each matmul: oneDNN where it was measured to be faster on this CPU, else BLAS.
 
     Libraries(directory).choose(cases) -> the cases for oneDNN; each is measured once, then remembered
+    call_as_bodies(size, cores) -> a call of the libraries that bodies would use, for calibration
 
 oneDNN has a longer call overhead than BLAS and a faster kernel: on an EPYC core with AVX-512, matmuls of 10 us in MKL
 took twice as long in oneDNN, and most matmuls of more than 1 ms in MKL took 5 to 20 % less. The crossover depends on
@@ -25,7 +26,6 @@ import functools
 import itertools
 import logging
 import os
-import statistics
 import threading
 import time
 from collections import defaultdict
@@ -40,6 +40,7 @@ from apollo_compile.store.files import MAX_AGE_S, Dated, FileFormat, Store
 from apollo_compile.target.fingerprint import Fingerprint
 from apollo_compile.target.matmul import Matmul
 from apollo_compile.torch_bridge.onednn import call_onednn
+from apollo_compile.torch_bridge.settings import has_onednn
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ MAX_ENTRIES = 4096
 """Gains in a file; the youngest are kept."""
 
 _MEASURE_NS = 20_000_000
-_LEAST_SAMPLES = 3
+_LEAST_SAMPLES = 5
 
 _FAR_BYTES = 8 * 2**20
 """Bytes that exceed the caches of one core."""
@@ -152,6 +153,22 @@ def libraries_in(directory: Path | None) -> Libraries:
     return Libraries(directory)
 
 
+def call_as_bodies(size: int, cores: int) -> Callable[[], object]:
+    """Return a call of two matmuls of square matrices: a linear layer, and the gradient of its weight.
+
+    Each is by the library that a body would use, measured now. Settings of this process that keep matmuls with BLAS do
+    not count, since profiles outlive it.
+    """
+    calls = []
+    for is_gradient in (False, True):
+        lies = {"is_left_transposed": is_gradient, "is_right_transposed": not is_gradient, "has_bias": not is_gradient}
+        matmul = Matmul(rows=size, inner=size, columns=size, **lies)
+        is_for_onednn = has_onednn() and bool(Libraries(None).choose([(matmul, cores)]))
+        calls += _calls(matmul)[is_for_onednn : is_for_onednn + 1]
+        calls += [_copy_of_left(matmul)] * (is_for_onednn and is_gradient)
+    return lambda: [call() for call in calls]
+
+
 def _sample_of(matmul: Matmul) -> Matmul:
     """Return the matmul that is measured in place of a large one: Note [large matmuls]."""
     while matmul.flops > MOST_FLOPS or matmul.num_bytes > MOST_BYTES:
@@ -167,9 +184,9 @@ def _measure_gain(matmul: Matmul, cores: int) -> float | None:
     try:
         if cores != threads:
             torch.set_num_threads(cores)
-        blas, onednn = _typical_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
+        blas, onednn = _least_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
         if matmul.is_left_transposed:
-            onednn += _copy_time(matmul)
+            onednn += _least_times([[_copy_of_left(matmul)]])[0]
     except RuntimeError as error:  # not every build of oneDNN supports every matmul
         _logger.info("BLAS is used for %s: oneDNN could not be measured: %s", matmul.name, error)
         return None
@@ -195,19 +212,18 @@ def _calls(matmul: Matmul) -> list[Callable[[], object]]:
     ]
 
 
-def _copy_time(matmul: Matmul) -> float:
-    """Return the approximate time in nanoseconds of writing the left matrix a second time."""
+def _copy_of_left(matmul: Matmul) -> Callable[[], object]:
+    """Return a call that takes about as long as writing the left matrix a second time."""
     left, again = _ones(matmul.rows, matmul.inner), _ones(matmul.rows, matmul.inner)
-    (taken,) = _typical_times([[lambda: again.copy_(left)]])
-    return taken
+    return lambda: again.copy_(left)
 
 
 def _ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.float32, device="cpu")
 
 
-def _typical_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
-    """Return the median time in nanoseconds of each call.
+def _least_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
+    """Return the least time in nanoseconds of each call, as other processes only lengthen a call.
 
     Calls alternate, because the speed of the machine changes over time. Copies alternate too, because a step uses other
     matrices before the same matmul runs again.
@@ -223,4 +239,4 @@ def _typical_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[flo
             samples.append(time.perf_counter_ns() - start)
         if len(times[0]) >= _LEAST_SAMPLES and time.perf_counter_ns() - begin >= _MEASURE_NS:
             break
-    return [statistics.median(samples) for samples in times]
+    return [float(min(samples)) for samples in times]

@@ -1,6 +1,6 @@
 """Microbenchmarks of torch kernels of segments, small to large.
 
-    make_probes() -> probes;  Probe.time(round, units);  .ns(units) -> time of one kernel
+    make_probes(counts) -> probes;  Probe.time(round, units);  .ns(units) -> time of one kernel
 
 The kernels are matmuls, attention, convolutions, loops over vectors that are in the cache (near) or not (far), and
 scatters. A short call is repeated within a round; a long call is measured in some rounds only.
@@ -12,11 +12,12 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 
+from apollo_compile.device.cpu.matmul_libraries import call_as_bodies
 from apollo_compile.ir import KernelKind
 
 Probed: TypeAlias = Callable[[], object]
@@ -67,11 +68,12 @@ class Probe:
         return typical(self.times[units])
 
 
-def make_probes() -> list[Probe]:
-    """Return the probes; vector additions come first, since the rates of the others depend on them."""
+def make_probes(counts: Sequence[int]) -> list[Probe]:
+    """Return probes for these numbers of units; vector additions first, since the rates of the others need them."""
     probes = [_near_probe(kib) for kib in (48, 192, 768, 3072, 12288, 49152, 196608)]
     probes += [_far_probe(mib) for mib in (2, 4, 16, 64)]
-    probes += [_matmul_probe(size, torch.float32) for size in (16, 32, 64, 128, 256, 512)]
+    probes += [_matmul_probe(size, torch.float32) for size in (16, 32, 64)]  # too small for another library
+    probes += [_float32_probe(size, counts) for size in (128, 256, 512)]
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         probes += [_matmul_probe(size, dtype) for size in (32, 128, 256)]
     probes += [_batched_probe(*shape) for shape in ((32, 16), (64, 32), (64, 64), (32, 128))]
@@ -104,7 +106,7 @@ def _far_probe(mib: int) -> Probe:
 
 
 def _matmul_probe(size: int, dtype: torch.dtype) -> Probe:
-    """Return a probe of a linear layer's matmul with bias, and of the matmul of its weight gradient."""
+    """Return a probe of a linear layer's matmul with bias, and of the matmul of its weight gradient, by BLAS."""
     values, weight, total = (torch.ones(size, size, dtype=dtype) for _ in range(3))
     bias, transposed, weight_transposed = torch.ones(size, dtype=dtype), values.t(), weight.t()
 
@@ -120,6 +122,12 @@ def _matmul_probe(size: int, dtype: torch.dtype) -> Probe:
         kernels=2,
         call=call,
     )
+
+
+def _float32_probe(size: int, counts: Sequence[int]) -> Probe:
+    """Return the same probe for float32, by the libraries that bodies use on each number of units."""
+    calls = {count: call_as_bodies(size, count) for count in counts}
+    return replace(_matmul_probe(size, torch.float32), call=lambda: calls[torch.get_num_threads()]())
 
 
 def _batched_probe(batch: int, size: int) -> Probe:

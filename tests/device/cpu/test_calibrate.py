@@ -10,8 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from apollo_compile.cost_model.roofline import predict  # noqa: E402
+from apollo_compile.device.cpu import probes  # noqa: E402
 from apollo_compile.device.cpu.calibrate import calibrate, fit_profile  # noqa: E402
 from apollo_compile.device.cpu.execute import available_units  # noqa: E402
+from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS  # noqa: E402
 from apollo_compile.device.cpu.probes import Probe  # noqa: E402
 from apollo_compile.device.cpu.runtime import RuntimeTimes  # noqa: E402
 from apollo_compile.ir import KernelKind, Work  # noqa: E402
@@ -66,6 +68,27 @@ def test_units_that_torch_does_not_use_are_refused(units: int) -> None:
     """Before anything is measured."""
     with pytest.raises(ValueError, match=f"cannot calibrate {units} units"):
         calibrate(units)
+
+
+def test_matmuls_are_timed_as_bodies_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of units has calls of its own, in float32, at the sizes for which bodies have a choice."""
+    timed: list[tuple[int, int]] = []
+    monkeypatch.setattr(probes, "call_as_bodies", lambda size, cores: lambda: timed.append((size, cores)))
+    threads, matmuls = (
+        torch.get_num_threads(),
+        [each for each in probes.make_probes((1, 2)) if (each.kind, each.dtype) == (KernelKind.MATMUL, "float32")],
+    )
+    try:
+        for matmul in matmuls:
+            for units in (1, 2):
+                timed.clear()
+                torch.set_num_threads(units)
+                matmul.time(0, units)
+                found = {(2 * size**3, cores) for size, cores in timed}
+                assert found == ({(matmul.flops, units)} if matmul.flops >= LEAST_FLOPS else set())
+                assert len(matmul.times[units]) == 1
+    finally:
+        torch.set_num_threads(threads)
 
 
 COUNTS = (1, 2)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from apollo_compile.device.cpu import discover
 from apollo_compile.device.cpu.discover import discover_profile
 from apollo_compile.device.cpu.machine import machine_fingerprint
-from apollo_compile.store.profiles import cached_profile_path, default_profile, inspect_profile, save_profile
+from apollo_compile.ir import KernelKind
+from apollo_compile.store.profiles import (
+    cached_profile_path,
+    default_profile,
+    inspect_profile,
+    load_profile,
+    save_profile,
+)
 from apollo_compile.target.profile import Rate
 from tests.profiles import CPU
 
@@ -28,16 +37,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Count quick measurements, and make them instant."""
     calls: list[str] = []
 
-    def measure() -> tuple[int, int, bool]:
+    def measure() -> tuple[int, int, int, bool]:
         calls.append("measured")
-        return 100_000, 200_000, False
+        return 100_000, 50_000, 200_000, False
 
     monkeypatch.setattr(discover, "_measure_quickly", measure)
     return calls
 
 
 def test_a_quick_measurement_scales_the_default() -> None:
-    """A real one: all arithmetic by one factor, all bytes by another; torch keeps its thread count."""
+    """A real one: other arithmetic than matmuls by one factor, bytes by another; torch keeps its thread count."""
     torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
     profile, default = discover_profile(2), default_profile(2)
@@ -47,13 +56,27 @@ def test_a_quick_measurement_scales_the_default() -> None:
         pairs = [pair for rates in zip(tables, others, strict=True) for pair in zip(*rates, strict=True)]
         return [a / b for one, other in pairs for a, b in zip(one.per_s, other.per_s, strict=True)]
 
-    faster = ratios([t.rates for t in profile.arithmetic], [t.rates for t in default.arithmetic])
+    assert profile.arithmetic[0].kind is KernelKind.MATMUL and profile.arithmetic[0].dtype == "float32"
+    matmuls = ratios([profile.arithmetic[0].rates], [default.arithmetic[0].rates])
+    faster = ratios([t.rates for t in profile.arithmetic[1:]], [t.rates for t in default.arithmetic[1:]])
     wider = ratios(
         [profile.near_bytes_per_s, profile.far_bytes_per_s], [default.near_bytes_per_s, default.far_bytes_per_s]
     )
+    assert matmuls == pytest.approx([matmuls[0]] * len(matmuls))
     assert faster == pytest.approx([faster[0]] * len(faster))
     assert wider == pytest.approx([wider[0]] * len(wider))
-    assert min(faster[0], wider[0]) > 0
+    assert min(matmuls[0], faster[0], wider[0]) > 0
+
+
+def test_matmuls_of_float32_are_scaled_by_the_library_of_bodies(measured: list[str]) -> None:
+    """It takes half of the time of BLAS here, which other arithmetic and other types are scaled by."""
+    default = default_profile(2)
+    for table, before in zip(discover_profile(2).arithmetic, default.arithmetic, strict=True):
+        by_body = (table.kind, table.dtype) == (KernelKind.MATMUL, "float32")
+        own_ns = 1e9 * 2 * 256**3 / default.flops_per_s(KernelKind.MATMUL, "float32", 2 * 256**3, 1)
+        factor = own_ns / (50_000 if by_body else 100_000)
+        for rate, rate_before in zip(table.rates, before.rates, strict=True):
+            assert rate.per_s == pytest.approx([value * factor for value in rate_before.per_s])
 
 
 def test_a_measurement_inside_a_compile_is_of_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +87,8 @@ def test_a_measurement_inside_a_compile_is_of_real_tensors(monkeypatch: pytest.M
     kinds: list[type] = []
 
     def best_of(call: Callable[[], object]) -> tuple[int, float]:
-        kinds.append(type(call()))
+        made = call()
+        kinds.extend(map(type, made if isinstance(made, list) else [made]))  # a list of several matmuls
         return 1_000_000, 1.0
 
     monkeypatch.setattr(discover, "_best_of", best_of)
@@ -75,7 +99,7 @@ def test_a_measurement_inside_a_compile_is_of_real_tensors(monkeypatch: pytest.M
 
 def test_a_disturbed_measurement_is_used_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process on the core must not make later compiles believe that the device is slow."""
-    monkeypatch.setattr(discover, "_measure_quickly", lambda: (100_000, 200_000, True))
+    monkeypatch.setattr(discover, "_measure_quickly", lambda: (100_000, 50_000, 200_000, True))
     assert discover_profile(2, cache_dir=tmp_path).source == "scaled"
     assert list(tmp_path.iterdir()) == []
 
@@ -151,6 +175,29 @@ def test_a_stale_quick_measurement_is_taken_anew_without_a_word(
         profile = discover_profile(2, cache_dir=tmp_path)
     assert not caplog.records and measured
     assert inspect_profile(path, machine_fingerprint(2)).content == profile
+
+
+@pytest.mark.parametrize("source", ["measured", "scaled"])
+def test_a_profile_that_timed_other_libraries_is_outdated(
+    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, source: Literal["measured", "scaled"]
+) -> None:
+    """Files of earlier versions do not say how they were measured: a warning if the user made it, else a new one."""
+    path = cached_profile_path(tmp_path, 2)
+    old = replace(CPU, units=2, source=source)
+    save_profile(old, path, fingerprint=machine_fingerprint(2))
+    content = json.loads(path.read_text())
+    assert content.pop("method") > 1
+    path.write_text(json.dumps(content))
+    assert load_profile(path) == old  # a user may still name it
+    with caplog.at_level(logging.WARNING):
+        profile = discover_profile(2, cache_dir=tmp_path)
+    told = [record.getMessage() for record in caplog.records]
+    assert profile.source == "scaled" and profile != old and measured
+    if source == "scaled":
+        assert not told and inspect_profile(path, machine_fingerprint(2)).content == profile
+    else:
+        assert "stale" in told[0] and "libraries that bodies use" in told[0] and "apollo calibrate" in told[0]
+        assert load_profile(path) == old and len(told) == 1
 
 
 @pytest.mark.parametrize(("folder", "says"), [("long" * 100, "too long"), ("file/cache", "")])

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from apollo_compile.device.cpu import matmul_libraries
-from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS, MARGIN, MOST_BYTES, MOST_FLOPS, Libraries
+from apollo_compile.device.cpu.matmul_libraries import (
+    LEAST_FLOPS,
+    MARGIN,
+    MOST_BYTES,
+    MOST_FLOPS,
+    Libraries,
+    call_as_bodies,
+)
 from apollo_compile.store.files import MAX_AGE_S
 from apollo_compile.target.matmul import Matmul
 
@@ -177,3 +184,51 @@ def test_what_a_library_cannot_compute_stays_with_blas(monkeypatch: pytest.Monke
     for _ in range(2):
         assert not libraries.choose([(WINS, threads + 1)])
     assert len(calls) == 1 and torch.get_num_threads() == threads and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gains", [(2.0, 0.5), (0.5, 2.0)])
+def test_a_calibration_calls_the_libraries_of_bodies(
+    monkeypatch: pytest.MonkeyPatch, gains: tuple[float, float]
+) -> None:
+    """The linear layer and the gradient of its weight may differ; only the gradient has a copy for oneDNN."""
+    asked: list[tuple[str, int]] = []
+    called: list[bool] = []
+
+    def measure(matmul: Matmul, cores: int) -> float:
+        asked.append((matmul.name, cores))
+        return gains[matmul.is_left_transposed]
+
+    def call_onednn(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        called.append(bias is None)
+        return torch.nn.functional.linear(value, weight, bias)
+
+    monkeypatch.setattr(matmul_libraries, "_measure_gain", measure)
+    monkeypatch.setattr(matmul_libraries, "call_onednn", call_onednn)
+    results: Any = call_as_bodies(128, 2)()
+    assert asked == [("128x128 128x128T+bias", 2), ("128x128T 128x128", 2)]
+    assert called == [gains[1] > 1]
+    assert [result[0, 0].item() for result in results] == [129, 128, 1][: 2 + called[0]]
+
+
+def test_a_calibration_calls_blas_where_there_is_no_choice(
+    measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small matmuls are not measured, and none is where torch has no oneDNN."""
+    monkeypatch.setattr(matmul_libraries, "call_onednn", lambda *arguments: pytest.fail("called oneDNN"))
+    call_as_bodies(16, 1)()
+    monkeypatch.setattr(matmul_libraries, "has_onednn", lambda: False)
+    call_as_bodies(128, 1)()
+    assert not measured
+
+
+def test_interruptions_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most calls of the faster one are interrupted for longer than the slower one takes."""
+    clock, counts = [0], [0, 0]
+
+    def call(which: int, ns: int) -> None:
+        counts[which] += 1
+        clock[0] += ns + (10**7 if which == 0 and counts[which] % 4 else 0)
+
+    monkeypatch.setattr(matmul_libraries.time, "perf_counter_ns", lambda: clock[0])
+    faster, slower = matmul_libraries._least_times([[lambda: call(0, 10**6), lambda: call(1, 2 * 10**6)]])
+    assert (faster, slower) == (10**6, 2 * 10**6)
