@@ -96,7 +96,8 @@ def _rebuilt(first: Any, returned: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _combined([each[key] for each in returned]) for key in first}
     if isinstance(first, tuple | list):
-        return type(first)(map(_combined, zip(*returned, strict=True)))
+        made = [_combined(each) for each in zip(*returned, strict=True)]
+        return made if isinstance(first, list) else tuple(made)
     return first
 
 
