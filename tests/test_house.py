@@ -293,7 +293,7 @@ BUDGETS = {
     "passes": 2_900,
     "planner": 3_250,
     "reports": 2_600,
-    "session": 5_800,
+    "session": 5_830,
     "store": 850,
     "target": 700,
     "tools": 3_500,

@@ -4,6 +4,7 @@
     copy_dynamo_graph(graph)            such a copy, until `clear_metadata(copy)`
     traced_tensors(graph, inputs)       the real tensors that it was traced with
     reads_numbers(graph)                whether it reads numbers or sizes from tensors
+    return_read_tensors(graph)          numbers that it only returns stay tensors
     module_paths(graph)                 the modules that its nodes come from, as a text
 
 The reason why Dynamo ended a graph is in `graph_breaks.py`.
@@ -79,6 +80,29 @@ def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) 
 def reads_numbers(graph_module: fx.GraphModule) -> bool:
     """Return whether a Dynamo graph reads numbers or sizes from tensors, as `item()` and `nonzero()` do."""
     return any(free_unbacked_symbols(node.meta.get("example_value")) for node in graph_module.graph.nodes)
+
+
+def return_read_tensors(graph_module: fx.GraphModule) -> None:
+    """Let a Dynamo graph return the tensors of floats that it reads by `item()` and only returns.
+
+    It makes a tensor of float64 of each, which Dynamo reads when the graph has run.
+    """
+    graph = graph_module.graph
+    for made in graph.find_nodes(op="call_function", target=torch.scalar_tensor):
+        read = made.args[0]
+        if not isinstance(read, fx.Node) or (read.op, read.target) != ("call_method", "item"):
+            continue
+        if made.kwargs.get("dtype") is not torch.float64 or any(user.op != "output" for user in made.users):
+            continue
+        with graph.inserting_before(made):
+            alone = graph.call_method("reshape", (graph.call_method("detach", (read.args[0],)), ()))
+            kept = graph.call_method("to", (alone, torch.float64))
+        kept.meta.update(made.meta)
+        made.replace_all_uses_with(kept)
+        graph.erase_node(made)
+        if not read.users:
+            graph.erase_node(read)
+    graph_module.recompile()
 
 
 def module_paths(graph_module: fx.GraphModule) -> str:

@@ -24,6 +24,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
+def map_leaves(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with the results of a function for all leaves of a kind."""
+    return pytree.tree_map_only(kind, function, tree)
+
+
 def map_together(function: Callable[..., Any], trees: Sequence[Any]) -> Any:
     """Return a tree with the results of a function for the leaves of trees of one structure."""
     return pytree.tree_map(function, *trees)

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
@@ -32,6 +34,7 @@ from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import compile_step
 from apollo_compile.tools.bench.child import Stepper
 from apollo_compile.tools.bench.numbers import Numbers
+from apollo_compile.tools.bench.task import TOLERANCES
 from benchmarks.workloads import build
 from benchmarks.workloads.learners import LEARNERS, Learner, MakeStep, Update, build_learner, make_loop
 
@@ -149,8 +152,9 @@ class Loop(Stepper):
         for _ in range(COMPARED_STEPS):
             loss = self.step()
         first, _ = self._first
-        parameters = self.built.model.named_parameters()
-        return self.save_numbers(loss, {name: (p.detach() - first[name]).float().numpy() for name, p in parameters})
+        return self.save_numbers(
+            loss, {name: _change_of(first[name], p.detach()) for name, p in self.built.model.named_parameters()}
+        )
 
     def begin_again(self) -> None:
         """Load the first weights, and an optimizer that has not stepped."""
@@ -314,6 +318,17 @@ class CompiledUpdates(Updates):
     def ran(self) -> list[str]:
         """Return the verdicts of all phases."""
         return [verdict for step in self._update.steps for verdict in step.verdicts]
+
+
+def _change_of(first: Tensor, now: Tensor) -> npt.NDArray[np.float32]:
+    """Return how a weight has changed, and a last number by which no rounding of the weight itself is a difference.
+
+    A target that follows a network changes by little more than what its weights are rounded to. Differences are judged
+    beside the largest number, and the last one is the same whoever took the steps: `TOLERANCE` of it is one rounding of
+    the largest weight in every step.
+    """
+    rounding = COMPARED_STEPS * torch.finfo(first.dtype).eps * first.abs().max() / TOLERANCES["float32"]
+    return torch.cat([(now - first).flatten(), rounding[None]]).float().numpy()
 
 
 def _is_settled(step: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,10 @@ import pytest
 import torch
 
 from apollo_compile.session import registry
+from apollo_compile.session.step.returned import find_loss
 from apollo_compile.session.step.split import split_evenly
+from apollo_compile.step import compile_step
+from apollo_compile.torch_bridge.trees import map_tensors
 from tests.end_to_end.test_docs import ROOT, blocks_of
 
 RECIPES = {block.title: block.code for block in blocks_of(ROOT / "docs" / "stacks.md") if block.title}
@@ -34,8 +39,10 @@ NEEDS = {
     "open_clip": "open_clip",
     "resume": "torch",
     "sac": "stable_baselines3",
+    "sac_step": "stable_baselines3",
     "sentences": "sentence_transformers",
     "timm": "timm",
+    "torchrl_sac": "torchrl",
     "trainer": "accelerate",
     "trainer_step": "accelerate",
     "unet": "diffusers",
@@ -65,36 +72,51 @@ def run(name: str, compiling: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     )  # Dynamo asks for the module of a function that it inlines
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
-    if compiling == 'backend="eager"':
-        code = code.replace("apollo_compile.compile_step(", "in_eager(")
-        vars(module)["in_eager"] = in_eager
-    else:
-        code = code.replace("microbatches=2", f"microbatches=2, {compiling.partition(', ')[2]}")
+    code = code.replace("apollo_compile.compile_step(", "make_step(")
+    options = compiling.partition("options=")[2]
+    is_eager = compiling == 'backend="eager"'
+    vars(module)["made_steps"] = made = []
+
+    def make_step(*arguments: Any, **settings: Any) -> Any:
+        chosen = {"options": ast.literal_eval(options)} if options else {}
+        made.append((InEager if is_eager else partial(compile_step, **chosen))(*arguments, **settings))
+        return made[-1]
+
+    vars(module)["make_step"] = make_step
     exec(compile(code.replace('backend="apollo"', compiling), f"{name}.py", "exec"), vars(module))
     return vars(module)
 
 
-def in_eager(
-    model: torch.nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    microbatches: int,
-) -> Callable[[Any], Any]:
-    """Return the loop that a step of `compile_step` stands for."""
+class InEager:
+    """The loop that a step of `compile_step` stands for."""
 
-    def step(batch: Any) -> torch.Tensor:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        microbatches: int = 1,
+        clip_grad_norm: float = math.inf,
+    ) -> None:
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
+        self.outputs: Any = None
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Take a step."""
         total = torch.zeros(())
-        for part in split_evenly(batch, microbatches):
-            loss = loss_fn(model, part) / microbatches
+        for part in split_evenly(batch, self.microbatches):
+            returned = self.loss_fn(self.model, part)
+            loss = find_loss(returned) / self.microbatches
             loss.backward()
+            self.outputs = map_tensors(torch.Tensor.detach, returned)
             total = total + loss.detach()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return total
-
-    return step
 
 
 def test_every_recipe_is_tested() -> None:
@@ -119,6 +141,18 @@ def test_a_recipe_has_the_losses_of_eager(
     assert any(id(model) not in known for model in registry.compiled_models())
     assert own["losses"] == pytest.approx(expected, rel=1e-2 if name == "loop" else 1e-4)  # the loop uses bfloat16
     assert len(expected) > 1 and all(math.isfinite(loss) and loss != 0 for loss in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dreamer", "lerobot_act", "lerobot_diffusion", "sac_step", "torchrl_sac"])
+def test_steps_of_policies_and_learners_are_programs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the forward of the package, and one graph for all steps; they have the losses of eager."""
+    pytest.importorskip(NEEDS[name])
+    expected = run(name, 'backend="eager"', folder / "eager", monkeypatch)["losses"]
+    chosen = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
+    own = run(name, f'backend="apollo", options={chosen}', folder / "apollo", monkeypatch)
+    assert own["losses"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert [step.verdicts for step in own["made_steps"]] == [["plan"]] * len(own["made_steps"])
 
 
 @pytest.mark.slow

@@ -64,7 +64,14 @@ def the_loss_twice(model: nn.Module, batch: Batch) -> Any:
     return {"loss": loss, "again": loss}
 
 
-LOSSES = (a_tuple, a_named_tuple, nested_metrics, a_mapping, the_loss_twice)
+def numbers(model: nn.Module, batch: Batch) -> Any:
+    """Return numbers that are read of tensors, as lerobot's policies do; one is there twice, one is computed."""
+    scores = _scores(model, batch)
+    loss, largest = scores.square().mean(), scores.amax(keepdim=True).item()
+    return loss, {"loss": loss.item(), "largest": largest, "again": [largest], "double": 2 * loss.detach().item() + 1}
+
+
+LOSSES = (a_tuple, a_named_tuple, nested_metrics, a_mapping, the_loss_twice, numbers)
 
 
 def _loss_in(returned: Any) -> torch.Tensor:
@@ -77,6 +84,8 @@ def _combined(returned: Sequence[Any]) -> Any:
     first = returned[0]
     if len(returned) == 1:
         return first.detach() if isinstance(first, torch.Tensor) else _rebuilt(first, returned)
+    if isinstance(first, float):
+        return sum(returned) / len(returned)
     if not isinstance(first, torch.Tensor):
         return _rebuilt(first, returned)
     stacked = torch.stack([each.detach() for each in returned])
@@ -86,8 +95,9 @@ def _combined(returned: Sequence[Any]) -> Any:
 def _rebuilt(first: Any, returned: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _combined([each[key] for each in returned]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_combined(each) for each in zip(*returned, strict=True))
+    if isinstance(first, tuple | list):
+        made = [_combined(each) for each in zip(*returned, strict=True)]
+        return made if isinstance(first, list) else tuple(made)
     return first
 
 
@@ -191,15 +201,17 @@ def test_outputs_do_not_follow_parameters_or_batches() -> None:
 
 
 class LogsItself(nn.Module):
-    """A model whose forward returns its loss and a number that it reads, as lerobot's policies do."""
+    """A model whose forward keeps a number that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.towers = TwoTowers(depth=1)
+        self.latest = 0.0
 
     def forward(self, batch: Batch) -> Any:
         loss = self.towers(batch["x"], batch["y"]).square().mean()
-        return loss, {"loss": loss.item()}
+        self.latest = loss.item()
+        return loss, {"loss": self.latest}
 
 
 def _prints(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -208,17 +220,71 @@ def _prints(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("loss_fn", (lambda model, batch: model(batch), _prints), ids=("reads", "prints"))
+@pytest.mark.parametrize("loss_fn", (lambda model, batch: model(batch), _prints), ids=("keeps", "prints"))
 def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
     loss_fn: Callable[[nn.Module, Batch], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Numbers are those of the step that was taken."""
-    step = compile_step(LogsItself(), loss_fn, options={**OPTIONS, "plan.autotune": False})
+    model = LogsItself()
+    step = compile_step(model, loss_fn, options={**OPTIONS, "plan.autotune": False})
     with caplog.at_level("INFO", "apollo_compile"):
         for seed in range(5):
             loss = step(towers_batch(seed))
+            assert model.latest == pytest.approx(float(loss))
     assert "read `step.outputs` after the step" in caplog.text
     outputs = step.outputs
     assert outputs is not None and (
         isinstance(outputs, torch.Tensor) or outputs[1]["loss"] == pytest.approx(float(loss))
     )
+
+
+def test_whole_numbers_that_are_read_are_those_of_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Which is a loop, and a line says what to do."""
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Any:
+        scores = _scores(model, batch)
+        return scores.square().mean(), {"positive": (scores > 0).sum().item()}
+
+    model = TwoTowers(depth=1)
+    step = compile_step(model, loss_fn, options={**OPTIONS, "plan.autotune": False})
+    with caplog.at_level("INFO", "apollo_compile"):
+        for seed in range(3):
+            batch = towers_batch(seed)
+            loss = step(batch)
+            expected = loss_fn(model, batch)
+            torch.testing.assert_close(loss, expected[0].detach(), rtol=1e-4, atol=1e-5)
+            assert step.outputs[1] == expected[1]
+    assert "read `step.outputs` after the step" in caplog.text
+
+
+class Schedule:
+    """Noise levels that go where the data are when they are first used, as those of diffusers do."""
+
+    def __init__(self) -> None:
+        self.levels = torch.linspace(0.1, 1.0, 8)
+
+    def level(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a level."""
+        self.levels = self.levels.to(device=like.device)
+        return self.levels[2]
+
+
+@pytest.mark.parametrize("count", (1, 2))
+def test_a_model_may_assign_a_tensor_to_where_it_was(count: int) -> None:
+    """The step is a program all the same, which reads what is there in every step."""
+    schedule, model = Schedule(), TwoTowers(depth=1)
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return _scores(model, batch).square().mean() * schedule.level(batch["x"])
+
+    levels = schedule.levels
+    step = compile_step(model, loss_fn, microbatches=count, options={**OPTIONS, "plan.autotune": False})
+    for seed in range(5):
+        batch = towers_batch(seed)
+        levels[2] = seed + 1
+        loss = step(batch)
+        assert schedule.levels is levels
+        parts = [_scores(model, part).square().mean() for part in split_evenly(batch, count)]
+        expected = torch.stack(parts).mean() * (seed + 1)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
+    assert step.verdicts == ["plan"]

@@ -19,8 +19,8 @@ from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinked
 from apollo_compile.session.step.returned import detach_others
 from apollo_compile.session.step.split import kind_of
 from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.dynamo_graph import return_read_tensors
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of, way_out
-from apollo_compile.torch_bridge.trees import count_tensors
 
 _logger = logging.getLogger(__name__)
 
@@ -83,10 +83,7 @@ class CompiledLoss:
         if not self._has_own_graph(part):
             return self._in_pieces(part)
         try:
-            returned = self.call(part)
-            if self.notes.latest is not None:
-                self.notes.latest.num_returned = count_tensors(returned)
-            return returned
+            return self.notes.call_and_note(self.call, part)
         except Exception as error:  # of a compile, before anything ran
             problem, is_hit = problem_of(error), is_limit_hit(error)
             if problem is None:
@@ -163,6 +160,7 @@ def _compile_and_note(
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     notes = reference()
+    return_read_tensors(graph_module)
     compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options, is_for_step=True)
     if model is None or notes is None:
         return compiled

@@ -9,7 +9,7 @@ or compiles one, the step is a loop.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,9 @@ from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.step.input_tracker import FEWEST_STEPS, InputTracker
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
+from apollo_compile.session.step.returned import READS_WHOLE_NUMBERS, Number, watch_reads, with_values
 from apollo_compile.session.step.tuning import StepTuner
+from apollo_compile.torch_bridge.trees import count_tensors
 
 
 class NotLinkedError(Exception):
@@ -44,7 +46,11 @@ class LossGraph:
     loss: int = 0
     """Place of the loss among them, the one that has a graph."""
     num_returned: int = 0
-    """Tensors that the loss function returned; outputs besides them are kept by it, or assigned by the model."""
+    """Tensors and numbers that the loss function returned, and outputs that are inputs; it keeps other outputs."""
+    numbers: frozenset[int] = frozenset()
+    """Places of outputs that it returns as numbers."""
+    passed: Mapping[int, int] = field(default_factory=dict)
+    """Outputs that are inputs, which the model assigns to where they have been: their places, and those of inputs."""
     input_tracker: InputTracker = field(default_factory=InputTracker)
     """What it was given in steps that were loops until programs were linked."""
     is_decided: bool = False
@@ -106,6 +112,9 @@ class Notes:
         self._owned = owned
         self._noted: list[Noted] | None = None
         self._step = self._num_parts = 0
+        self._watched: list[torch.Tensor] = []
+        self._read: list[tuple[int, weakref.ref[Number]]] = []
+        """Numbers that were read of outputs of the latest call, and the places of those."""
 
     def begin_loop(self, step: int, num_parts: int) -> None:
         """Note that a step begins as a loop, which has this number among all steps, and so many micro-batches."""
@@ -121,6 +130,21 @@ class Notes:
         finally:
             self._noted = None
 
+    def call_and_note(self, call: Callable[[Any], Any], part: Any) -> Any:
+        """Call the compiled loss function; until its graph is linked, note what of the outputs it returns."""
+        self._read.clear()
+        returned = call(part)
+        if self._read:
+            returned = with_values(returned)  # numbers that the loss function keeps still live then
+        while self._watched:
+            del self._watched.pop().item
+        graph = self.latest
+        if graph is not None and not graph.is_decided:
+            kept = {place for place, number in self._read if number() is not None}
+            graph.numbers = frozenset(place for place, _ in self._read if place not in kept)
+            graph.num_returned = count_tensors(returned) + len(graph.numbers) + len(graph.passed)
+        return returned
+
     def call(self, graph: LossGraph, inputs: tuple[Any, ...]) -> Any:
         """Run the graph, or note its inputs."""
         if self._noted is None:
@@ -135,12 +159,28 @@ class Notes:
                         p: torch.empty(0, dtype=x.dtype, requires_grad=x.requires_grad) for p, x in besides.items()
                     }
                     graph.inputs = tuple(empty.get(place, value) for place, value in enumerate(inputs))
-                    graph.dtypes = [output.dtype for output in outputs]
-                    graph.loss = next((place for place, each in enumerate(outputs) if each.requires_grad), 0)
+                    self._note_outputs(graph, inputs, outputs)
             return outputs
         if graph.micro is None:
             raise NotLinkedError
         device = graph.micro.device
-        outputs = tuple(torch.empty(0, dtype=dtype, device=device) for dtype in graph.dtypes)
+        outputs = [torch.empty(0, dtype=dtype, device=device) for dtype in graph.dtypes]
         self._noted.append(Noted(graph, inputs, outputs))
-        return outputs
+        for place in graph.numbers:
+            watch_reads(outputs[place], lambda number: None)
+        taken = graph.passed
+        return tuple(inputs[taken[place]] if place in taken else output for place, output in enumerate(outputs))
+
+    def _note_outputs(self, graph: LossGraph, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note what is known of the outputs of a graph that ran; let the numbers that are read of them be noted."""
+        tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
+        if len(tensors) < len(outputs):
+            graph.refusal = READS_WHOLE_NUMBERS
+        graph.dtypes = [each.dtype for each in tensors]
+        graph.loss = next((place for place, each in enumerate(tensors) if each.requires_grad), 0)
+        places = {id(each): place for place, each in enumerate(inputs)}
+        graph.passed = {place: places[id(each)] for place, each in enumerate(tensors) if id(each) in places}
+        for place, each in enumerate(tensors):
+            if each.dtype is torch.float64 and not each.dim() and not each.requires_grad and place not in graph.passed:
+                self._watched.append(each)
+                watch_reads(each, lambda number, place=place: self._read.append((place, weakref.ref(number))))  # type: ignore[misc]

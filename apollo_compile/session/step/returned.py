@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from apollo_compile.errors import TargetError
-from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_tensors, map_together
+from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_leaves, map_tensors, map_together
+
+_WAY_OUT = "(return the tensors instead, and read `step.outputs` after the step)"
+
+READS_WHOLE_NUMBERS = f"the loss function reads whole numbers of tensors {_WAY_OUT}"
 
 KEEPS_TENSORS = (
-    "the loss function keeps tensors besides those that it returns, or reads numbers of them (return the tensors "
-    "instead, and read `step.outputs` after the step), or the model assigns some"
+    f"the loss function keeps tensors besides those that it returns, or numbers of them {_WAY_OUT}, or the model "
+    "assigns some"
 )
 
 
@@ -79,6 +85,32 @@ class Outputs:
         if is_tensor:
             return torch.stack(values) if len({each.shape for each in values}) == 1 else list(values)
         return first if all(each == first for each in values) else list(values)
+
+
+class Number(float):
+    """A number that the loss function reads of an output of its graph, which may have no value yet."""
+
+    output: torch.Tensor
+
+
+def watch_reads(output: torch.Tensor, told: Callable[[Number], None]) -> None:
+    """Let `output.item()` return a `Number` of it, and tell of that."""
+    weakly = weakref.ref(output)  # which holds this function
+
+    def item() -> Number:
+        source = weakly()
+        assert source is not None, "it is being read"
+        number = Number(torch.Tensor.item(source) if source.numel() else math.nan)
+        number.output = source
+        told(number)
+        return number
+
+    output.item = item  # type: ignore[method-assign]
+
+
+def with_values(returned: Any) -> Any:
+    """Return what the loss function returned, with the numbers that it read."""
+    return map_leaves(Number, lambda number: torch.Tensor.item(number.output), returned)
 
 
 def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:

@@ -39,7 +39,7 @@ from apollo_compile.session.step.collectives import DataParallel, find_data_para
 from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction
 from apollo_compile.session.step.notes import LossGraph, Noted
-from apollo_compile.session.step.returned import Outputs, detach_others, loss_in, weighted_sum
+from apollo_compile.session.step.returned import Outputs, detach_others, loss_in, weighted_sum, with_values
 from apollo_compile.session.step.split import weigh_parts
 from apollo_compile.session.step.traced import add_gradients, make_traced_step
 from apollo_compile.session.step.tuning import StepTuner, steps_to_compare
@@ -225,7 +225,7 @@ class Step:
         program.leave_gradients(gradients)
         if program.optimizer is None and self._optimizer is not None:
             self._optimizer.step()
-        return returned
+        return [with_values(each) for each in returned] if graph.numbers else returned
 
     def _note_inputs(
         self, parts: Sequence[Any], tuner: StepTuner, graph: LossGraph
