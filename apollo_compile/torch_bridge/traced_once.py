@@ -46,7 +46,7 @@ class TracedOnce:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Let AOTAutograd trace in the first compile inside of such a context, and take that trace in the second."""
+        """Let AOTAutograd trace in the first such context, and take that trace in the second; one compile in each."""
         token = _current.set(self)
         try:
             with _replaced_tracers():
@@ -97,6 +97,7 @@ def _make_tracer(name: str, trace: Callable[..., Any]) -> Callable[..., Any]:
         traced_once = _current.get()
         if traced_once is None or len(args) < len(_ARGUMENTS) or kwargs.keys() != {"fw_metadata"}:
             return trace(*args, **kwargs)
+        _current.set(None)  # passes over the graph trace patterns and what replaces them, whose inputs are alike
         return traced_once.take(name, trace, args, **kwargs)
 
     return take

@@ -108,6 +108,39 @@ def test_the_code_is_that_of_torch_compile(kind: str, mode: str | None, no_cache
     assert found.graphs == [] and [name for name, _ in found.fallbacks] == [found.name]
 
 
+class Attention(nn.Module):
+    """Written out; passes of Inductor replace it, and trace the pattern and what replaces it to compare them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (layer(x).view(2, -1, 4, 8).permute(0, 2, 1, 3) for layer in self.inputs)
+        return (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value
+
+
+def test_the_code_is_that_of_torch_compile_where_passes_trace_patterns(
+    no_caches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the graph itself is traced once."""
+    monkeypatch.setattr(session_compile, "reason_to_fall_back", lambda *args, **kwargs: "for this test")
+    trace, traced = graph_compile.aot_dispatch_autograd_graph, []
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        traced.append(1)
+        return trace(*args, **kwargs)
+
+    monkeypatch.setattr(graph_compile, "aot_dispatch_autograd_graph", count)
+    model, x = Attention(), torch.randn(64, 32)
+    expected = code_of(model, x, backend="inductor")
+    by_torch = len(traced)
+    assert by_torch > 1
+    assert code_of(model, x, backend="apollo", options=USUAL) == expected
+    assert len(traced) - by_torch == 2 * by_torch - 1
+    assert registry.compiled_models()[-1].falls_back
+
+
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 def test_a_graph_that_falls_back_is_traced_once(grad: bool, no_caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as by torch.compile, and trains alike; one that reads sizes from tensors is traced twice."""
