@@ -293,7 +293,11 @@ def _parametrized(change: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
 
 
 add("weight norm", "Length and direction of a weight.", model=partial(_parametrized, parametrizations.weight_norm))
-add("spectral norm", model=partial(_parametrized, parametrizations.spectral_norm), **loop("or the model assigns some"))
+add(
+    "spectral norm",
+    "Buffers that every forward writes to.",
+    model=partial(_parametrized, parametrizations.spectral_norm),
+)
 add("an orthogonal weight", "A matrix exponential.", model=partial(_parametrized, parametrizations.orthogonal), count=1)
 
 
