@@ -38,7 +38,10 @@ _PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/ind
 _MOST_JOINED = 16
 """Bodies in one file: the compiler's memory grows with it."""
 
-_ALONE = re.compile(r"^\s*#\s*define (?!PY_SSIZE_T_CLEAN)|RAIIAtenRecordFunctionHandle", re.MULTILINE)
+_SHARED_MACROS = r"(?:PY_SSIZE_T_CLEAN\b|(?:un)?likely\()"
+"""Those of Inductor's code for Python, the same in all bodies."""
+
+_ALONE = re.compile(rf"^\s*#\s*define (?!{_SHARED_MACROS})|RAIIAtenRecordFunctionHandle", re.MULTILINE)
 """Code that is compiled alone: macros know no namespaces, and profiles show the names of kernels."""
 
 _KERNEL = re.compile(r'^extern "C"(?! __attribute__)', re.MULTILINE)
