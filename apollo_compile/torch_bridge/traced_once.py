@@ -62,8 +62,9 @@ class TracedOnce:
                 setattr(fw_metadata, attribute, value)
             return kept[1], *kept[3][1:]
         before = {attribute: getattr(fw_metadata, attribute, _NOTHING) for attribute in _SET_BY_TRACERS}
+        has_effects = bool(fw_metadata.tokens)  # tracing may take them off
         graph, flat_args, descriptions, subclasses = made = trace(*args, fw_metadata=fw_metadata)
-        if subclasses is None and not fw_metadata.tokens and _may_keep(graph, [*args[1], *fw_metadata.traced_tangents]):
+        if subclasses is None and not has_effects and _may_keep(graph, [*args[1], *fw_metadata.traced_tangents]):
             copied = clone_graph(graph)
             copied.meta = dict(graph.meta)
             written = {each: getattr(fw_metadata, each, _NOTHING) for each in before}
