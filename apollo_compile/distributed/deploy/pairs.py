@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from apollo_compile.passes.deploy import LinearPair
 from apollo_compile.torch_bridge.trees import leaves_of
@@ -29,11 +28,13 @@ def find_pairs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     calls: _Calls = {}
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     before = random_states(device)
-    handle = register_module_forward_hook(lambda each, *call: calls.setdefault(each, []).append(call), with_kwargs=True)
+    note: Any = lambda each, *call: calls.setdefault(each, []).append(call)  # noqa: E731
+    handles = [each.register_forward_hook(note, with_kwargs=True) for each in module.modules()]
     try:
         module(*args, **kwargs)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     if not all(map(torch.equal, before, random_states(device))):
         return ()
     owners = Counter(id(each) for own in module.modules() for each in own.parameters(recurse=False))
