@@ -29,7 +29,7 @@ from apollo_compile.tools.bench.render import format_measurement
 from apollo_compile.tools.bench.task import VARIANTS, MeasuredTask
 from apollo_compile.tools.bench.turns import measure
 from apollo_compile.units import format_ns, seconds_to_ns
-from benchmarks.run import has_right_numbers, variants
+from benchmarks.run import variants
 from benchmarks.steps import LOOP_OF_APOLLO, STEP, make_task
 from benchmarks.steps import VARIANTS as STEP_VARIANTS
 from benchmarks.workloads import Workload, build
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
     )
     print(format_measurement(steps))
-    is_right = is_right and all(has_right_numbers(steps, each) for each in steps.results)
+    is_right = is_right and all(each.difference.is_within(steps.task.tolerance) for each in steps.results)
     is_falling = math.isfinite(losses[-1]) and losses[-1] < losses[0]
     if not is_falling:
         print(f"WRONG: the loss did not fall: {losses[0]:.4f} -> {losses[-1]:.4f}")
@@ -124,7 +124,7 @@ def _print_differences(measurement: Measurement) -> bool:
     is_right = True
     for result in measurement.results:
         difference = result.difference
-        is_within = has_right_numbers(measurement, result)
+        is_within = difference.is_within(measurement.task.tolerance)
         is_right = is_right and is_within
         verdict = "ok" if is_within else f"WRONG, more than {measurement.task.tolerance:.0e}"
         print(

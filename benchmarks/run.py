@@ -49,9 +49,6 @@ _BATCHES = {"two_tower": (1, 4, 8), "whisper": (1, 2, 4)}
 _OTHER_BATCHES = (2, 4, 8)
 """Small, medium and large: a contrastive loss of one sample is constant, and Whisper's samples are long."""
 
-MOST_ROUNDING = 10
-"""Tolerances that a difference may have where plain Inductor has it, too: what is further off is broken in both."""
-
 _BRANCHED = ("two_tower", "clip", "flava", "clap")
 """Workloads whose forward has modules that can run side by side."""
 
@@ -110,25 +107,10 @@ def measure_tasks(
         wrong += [
             f"{title}: {result.variant} differs at {result.difference.worst or 'the loss'}"
             for result in measurement.results
-            if is_judged(task, result) and not has_right_numbers(measurement, result)
+            if is_judged(task, result) and not result.difference.is_within(task.tolerance)
         ]
         _write(args.json, measurements)  # after each, so that an interrupted run keeps its measurements
     return measurements, wrong
-
-
-def has_right_numbers(measurement: Measurement, result: VariantResult) -> bool:
-    """Return whether numbers are the reference's but for rounding, as far as they can be.
-
-    What rounds otherwise than the reference differs from it, more than the tolerance where a model enlarges that. So no
-    difference is wrong that plain Inductor has, up to `MOST_ROUNDING` tolerances.
-    """
-    own, tolerance = result.difference, measurement.task.tolerance
-    rival = measurement.by_variant().get("inductor")
-    if rival is None or own.unmatched:
-        return own.is_within(tolerance)
-    theirs = rival.difference
-    pairs = ((own.loss_rel, theirs.loss_rel), (own.gradient_rel, theirs.gradient_rel))
-    return all(one <= max(tolerance, min(other, MOST_ROUNDING * tolerance)) for one, other in pairs)
 
 
 def format_overview(measurements: Sequence[Measurement]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from apollo_compile.cost_model.collectives import Link
 
 BYTES = 1 << 22
-"""Of the larger message; the smaller one has an element per rank."""
+"""Size of the larger message; the smaller one has an element per rank."""
 
 WARM_UPS, TIMES = 2, 25
 

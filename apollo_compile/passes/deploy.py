@@ -151,9 +151,9 @@ class ModuleState:
 
     name: str
     modes: tuple[GroupMode, ...]
-    """Of those with equal devices and units, baselines have the first."""
+    """Divisions that it may have; of those with equal devices and units, baselines take the first."""
     pairs: tuple[LinearPair, ...] = ()
-    """What a replica on several devices divides."""
+    """Layers that the devices of a replica divide."""
 
 
 def replicated(name: str, groups: Iterable[tuple[int, int]], **own: Any) -> ModuleState:
@@ -171,7 +171,7 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceGroup(Division):
-    """Where a module runs, and how."""
+    """Devices of a module, and how they divide it."""
 
     module: str
     first: int

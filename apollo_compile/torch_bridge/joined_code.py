@@ -39,7 +39,7 @@ _MOST_JOINED = 16
 """Bodies in one file: the compiler's memory grows with it."""
 
 _SHARED_MACROS = r"(?:PY_SSIZE_T_CLEAN\b|(?:un)?likely\()"
-"""Those of Inductor's code for Python, the same in all bodies."""
+"""Macros of Inductor's code for Python, the same in all bodies."""
 
 _ALONE = re.compile(rf"^\s*#\s*define (?!{_SHARED_MACROS})|RAIIAtenRecordFunctionHandle", re.MULTILINE)
 """Code that is compiled alone: macros know no namespaces, and profiles show the names of kernels."""
@@ -138,7 +138,7 @@ class _Joiner:
 
 
 _joiner: contextvars.ContextVar[_Joiner | None] = contextvars.ContextVar("apollo_joiner", default=None)
-"""What takes the code that this thread generates now."""
+"""Joiner of the code that this thread generates now."""
 
 
 def _compile_joined(taken: Sequence[tuple[_Task, Future[None]]]) -> None:
@@ -156,7 +156,7 @@ def _compile_joined(taken: Sequence[tuple[_Task, Future[None]]]) -> None:
             if len(builders) > 1:
                 _compile_together(builders)
     except Exception as error:
-        _logger.debug("%d bodies are compiled one by one: %s: %s", len(taken), type(error).__name__, error)
+        _logger.info("%d bodies are compiled one by one: %s: %s", len(taken), type(error).__name__, error)
     for task, future in taken:
         try:
             task()  # does nothing where the library is there
@@ -204,5 +204,5 @@ def _link(library: str, name: str) -> None:
         pass
     except OSError:  # this file system has no links
         with tempfile.NamedTemporaryFile(dir=Path(name).parent, delete=False) as copied:
-            shutil.copyfile(library, copied.name)
+            shutil.copy(library, copied.name)  # with its permissions
         os.replace(copied.name, name)

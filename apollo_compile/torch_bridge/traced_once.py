@@ -1,4 +1,4 @@
-"""What AOTAutograd traced of a Dynamo graph, for a second compile of the same graph: `TracedOnce`.
+"""Trace a Dynamo graph once for two compiles: `TracedOnce`.
 
 Note [tracing once]: a compile that ends in a fallback compiles the Dynamo graph twice, and of a compile by plain
 torch.compile the trace of forward and backward is a large part. The two compiles differ in how AOTAutograd splits what
@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,20 +30,31 @@ _TRACERS = ("aot_dispatch_autograd_graph", "aot_dispatch_base_graph")
 """Functions of AOTAutograd that trace a graph with its backward, and one without."""
 
 _ARGUMENTS = ("flat_fn", "flat_args", "flat_args_descs", "aot_config")
-"""What they take, besides the description of the graph, `fw_metadata`."""
+"""Their arguments, besides the description of the graph, `fw_metadata`."""
 
 _SET_BY_TRACERS = ("mutated_inp_stream_indices", "tangent_source_stack_traces")
-"""What they write into the description of the graph."""
+"""Attributes of the description that they write."""
 
-_NOTHING: Any = object()
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trace:
+    tracer: str
+    graph: fx.GraphModule
+    metadata: Any
+    """Description of the graph, as it is before compiling changes it."""
+    inputs: Sequence[Any]
+    """Inputs, as `_describe` returns them."""
+    written: Mapping[str, Any]
+    """Attributes of the description that the tracer wrote."""
+    flat_args: Any
+    descriptions: Any
 
 
 class TracedOnce:
     """The trace of one Dynamo graph: Note [tracing once]."""
 
     def __init__(self) -> None:
-        self._kept: tuple[str, fx.GraphModule, Any, tuple[Any, ...], dict[str, Any]] | None = None
-        """Name of the tracer, the graph, its description before it was traced, and the rest of what the tracer made."""
+        self._trace: _Trace | None = None
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -56,28 +68,33 @@ class TracedOnce:
 
     def take(self, name: str, trace: Callable[..., Any], args: Sequence[Any], fw_metadata: Any) -> Any:
         """Return what a tracer returns, from an earlier call if there was one that would return the same."""
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[0] == name and kept[2] == fw_metadata and _describe(args[1]) == kept[3][0]:
-            for attribute, value in kept[4].items():
+        known, self._trace, inputs = self._trace, None, _describe(args[1])
+        if known and (known.tracer, known.inputs) == (name, inputs) and known.metadata == fw_metadata:
+            for attribute, value in known.written.items():
                 setattr(fw_metadata, attribute, value)
-            return kept[1], *kept[3][1:]
-        before = {attribute: getattr(fw_metadata, attribute, _NOTHING) for attribute in _SET_BY_TRACERS}
+            return known.graph, known.flat_args, known.descriptions, None
+        before = {attribute: getattr(fw_metadata, attribute, None) for attribute in _SET_BY_TRACERS}
         has_effects = bool(fw_metadata.tokens)  # tracing may take them off
         graph, flat_args, descriptions, subclasses = made = trace(*args, fw_metadata=fw_metadata)
         if subclasses is None and not has_effects and _may_keep(graph, [*args[1], *fw_metadata.traced_tangents]):
-            copied = clone_graph(graph)
+            after = {attribute: getattr(fw_metadata, attribute, None) for attribute in _SET_BY_TRACERS}
+            copied, metadata = clone_graph(graph), copy.copy(fw_metadata)
             copied.meta = dict(graph.meta)
-            written = {each: getattr(fw_metadata, each, _NOTHING) for each in before}
-            written = {each: value for each, value in written.items() if value is not before[each]}
-            description = copy.copy(fw_metadata)
-            description.traced_tangents = list(fw_metadata.traced_tangents)  # which compiling empties
-            rest = _describe(args[1]), _copy(flat_args), _copy(descriptions), None
-            self._kept = name, copied, description, rest, written
+            metadata.traced_tangents = list(fw_metadata.traced_tangents)  # which compiling empties
+            self._trace = _Trace(
+                tracer=name,
+                graph=copied,
+                metadata=metadata,
+                inputs=inputs,
+                written={each: value for each, value in after.items() if value is not before[each]},
+                flat_args=_copy(flat_args),
+                descriptions=_copy(descriptions),
+            )
         return made
 
 
 _current: contextvars.ContextVar[TracedOnce | None] = contextvars.ContextVar("apollo_traced_once", default=None)
-"""Whose graph this thread compiles; another thread may compile at the same time."""
+"""Trace of the graph that this thread compiles; another thread may compile at the same time."""
 
 
 @contextlib.contextmanager

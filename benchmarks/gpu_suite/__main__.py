@@ -32,7 +32,7 @@ from benchmarks.gpu_suite.plan import BUDGET_S, DEFAULT_WORKLOADS, Suite, Worklo
 from benchmarks.gpu_suite.race import LOOP_STEPS, MOST_ROUNDS, Result
 from benchmarks.gpu_suite.stages import Report, run_stages
 from benchmarks.gpu_suite.tables import DRY, format_report
-from benchmarks.gpu_suite.targets import TOLERANCES, allowed_difference, judge, loss_difference
+from benchmarks.gpu_suite.targets import TOLERANCES, judge, loss_difference
 from benchmarks.gpu_suite.variants import APOLLO, APOLLO_STEP, SLOW, VARIANTS
 from benchmarks.run import names_of
 from benchmarks.workloads.gpu import NAMES
@@ -87,7 +87,7 @@ def complaints_about(report: Report, dtype: str) -> list[str]:
     for title, results in report.workloads.items():
         for name, result in results.items():
             difference = loss_difference(results, name)
-            if difference is not None and not difference <= allowed_difference(results, dtype):
+            if difference is not None and not difference <= TOLERANCES[dtype]:
                 complaints.append(f"{title}: losses of {name} are {difference:.1e} apart from the reference's")
             if name in (APOLLO, APOLLO_STEP) and result.note:
                 complaints.append(f"{title}: {name} did not run: {result.note}")

@@ -25,7 +25,6 @@ from benchmarks.gpu_suite.variants import (
     TRACED,
     TRACED_GRAPHED,
 )
-from benchmarks.run import MOST_ROUNDING
 from benchmarks.workloads import gpu
 
 WHOLE_STEP_GAIN = 1.31
@@ -139,12 +138,6 @@ def loss_difference(results: Mapping[str, Result], name: str) -> float | None:
     return worst / max(*map(abs, reference), 1e-6)
 
 
-def allowed_difference(results: Mapping[str, Result], dtype: str) -> float:
-    """Return the largest difference of losses that is no wrong number: plain Inductor's, if that is more."""
-    tolerance = TOLERANCES[dtype]
-    return max(tolerance, min(loss_difference(results, INDUCTOR) or 0.0, MOST_ROUNDING * tolerance))
-
-
 def judge(workloads: Workloads, *, dtype: str, is_dry: bool) -> list[Target]:
     """Return the targets, in their order."""
     found = [
@@ -235,17 +228,17 @@ def _costs(workloads: Workloads) -> list[Target]:
 
 def _losses(workloads: Workloads, dtype: str) -> Target:
     differences = {
-        f"{title}, {name}": (difference, allowed_difference(results, dtype))
+        f"{title}, {name}": difference
         for title, results in workloads.items()
         for name in (APOLLO, APOLLO_STEP)
         if (difference := loss_difference(results, name)) is not None
     }
-    worst = max(differences, key=lambda each: differences[each][0] / differences[each][1]) if differences else None
+    worst = max(differences, key=lambda each: differences[each]) if differences else None
     return Target(
         name="losses of the first 50 steps",
-        wanted=f"within {TOLERANCES[dtype]:g}, or no further off than Inductor",
-        found="" if worst is None else f"{differences[worst][0]:.1e} ({worst})",
-        state=_state(None if worst is None else differences[worst][0] <= differences[worst][1]),
+        wanted=f"within {TOLERANCES[dtype]:g}",
+        found="" if worst is None else f"{differences[worst]:.1e} ({worst})",
+        state=_state(None if worst is None else differences[worst] <= TOLERANCES[dtype]),
     )
 
 

@@ -14,14 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from apollo_compile.ir import Variant  # noqa: E402
-from apollo_compile.tools.bench.numbers import (  # noqa: E402
-    LOSS,
-    Measurement,
-    NumericalDifference,
-    VariantResult,
-    compare_digests,
-    summarize,
-)
+from apollo_compile.tools.bench.numbers import LOSS, compare_digests  # noqa: E402
 from apollo_compile.tools.bench.task import MeasuredTask  # noqa: E402
 from apollo_compile.tools.bench.turns import measure_children  # noqa: E402
 from benchmarks.harness import whole_steps  # noqa: E402
@@ -36,7 +29,6 @@ from benchmarks.harness.whole_steps import (  # noqa: E402
     Updates,
     _change_of,
 )
-from benchmarks.run import has_right_numbers  # noqa: E402
 from benchmarks.steps import KNOWN, VARIANTS, format_overview, is_judged, make_task  # noqa: E402
 from benchmarks.workloads import build  # noqa: E402
 from tests.tools.test_bench import FakeChild  # noqa: E402
@@ -144,37 +136,6 @@ def test_the_overview_has_a_ratio_over_every_rival_with_its_interval(tmp_path: P
     ratios = ["2.00x (2.00 .. 2.00)", "1.00x (1.00 .. 1.00)", "-", "0.50x (0.50 .. 0.50)", "-"]
     assert lines[2] == ["clip, adamw, batch 8 in 4", *ratios, "one program"]
     assert lines[-1] == ["geometric mean of 2", "2.00x", "1.00x", "-", "0.50x", "-"]
-
-
-def _measured(own: float, theirs: float, **others: Any) -> tuple[Measurement, VariantResult]:
-    """Return a result whose numbers are so far off, beside Inductor's."""
-    summary = summarize([(1,)], [(1,)])
-    made = []
-    for name, relative in (("apollo-step", own), ("inductor", theirs)):
-        difference = NumericalDifference(
-            loss_abs=0.0, gradient_abs=0.0, gradient_rel=relative, worst="w", gradient_scale=1.0,
-            **{"loss_rel": 0.0, "unmatched": (), **others},
-        )  # fmt: skip
-        made.append(
-            VariantResult(
-                variant=name, cold_s=0.0, rounds_ns=((1,),), peak_bytes=None, loss=0.0, summary=summary,
-                difference=difference,
-            )
-        )  # fmt: skip
-    task = make_task("chain", "tiny", 4, "sgd", 1)
-    return Measurement(task=task, baseline="inductor", reference="eager", cpu="", results=tuple(made)), made[0]
-
-
-def test_a_difference_no_larger_than_inductors_is_no_wrong_number() -> None:
-    """Unless both are broken, or it is of another kind."""
-    nan = float("nan")
-    right = [(9e-4, 0.0), (1.7e-3, 1.7e-3), (9e-3, 9e-3), (9e-4, nan)]
-    assert [has_right_numbers(*_measured(*each)) for each in right] == [True] * len(right)
-    wrong = [(1.7e-3, 1.6e-3), (2e-2, 2e-2), (1.1e-3, 0.0), (nan, 1e-3), (nan, nan)]
-    assert [has_right_numbers(*_measured(*each)) for each in wrong] == [False] * len(wrong)
-    assert not has_right_numbers(*_measured(0.0, 0.0, loss_rel=2e-2)) and not has_right_numbers(
-        *_measured(0.0, 0.0, unmatched=("w",))
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

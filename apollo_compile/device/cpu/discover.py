@@ -82,16 +82,17 @@ def _scale_default(units: int) -> tuple[DeviceProfile, bool]:
         matmul_ns, linear_ns, addition_ns, is_disturbed = thread.submit(_measure_quickly).result()
     flops, num_bytes = 2 * _MATMUL_SIZE**3, 3 * _VECTOR_BYTES
     faster = flops / matmul_ns * NS_PER_S / default.flops_per_s(KernelKind.MATMUL, "float32", flops, 1)
-    in_bodies = faster * matmul_ns / linear_ns  # for matmuls whose library bodies choose
+    in_bodies = faster * matmul_ns / linear_ns
     wider = num_bytes / addition_ns * NS_PER_S / default.near_rate(num_bytes, 1)
     profile = replace(
         default,
         name=f"{cpu_model()} x{units}",
         source="scaled",
-        arithmetic=tuple(
-            replace(table, rates=_scale(table.rates, in_bodies if has_choice else faster))
+        arithmetic=tuple(  # bodies choose the library of float32 matmuls
+            replace(table, rates=_scale(table.rates, in_bodies))
+            if (table.kind, table.dtype) == (KernelKind.MATMUL, "float32")
+            else replace(table, rates=_scale(table.rates, faster))
             for table in default.arithmetic
-            for has_choice in [(table.kind, table.dtype) == (KernelKind.MATMUL, "float32")]
         ),
         near_bytes_per_s=_scale(default.near_bytes_per_s, wider),
         far_bytes_per_s=_scale(default.far_bytes_per_s, wider),

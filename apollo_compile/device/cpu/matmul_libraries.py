@@ -163,9 +163,13 @@ def call_as_bodies(size: int, cores: int) -> Callable[[], object]:
     for is_gradient in (False, True):
         lies = {"is_left_transposed": is_gradient, "is_right_transposed": not is_gradient, "has_bias": not is_gradient}
         matmul = Matmul(rows=size, inner=size, columns=size, **lies)
-        is_for_onednn = has_onednn() and bool(Libraries(None).choose([(matmul, cores)]))
-        calls += _calls(matmul)[is_for_onednn : is_for_onednn + 1]
-        calls += [_copy_of_left(matmul)] * (is_for_onednn and is_gradient)
+        blas, onednn = _calls(matmul)
+        if not (has_onednn() and Libraries(None).choose([(matmul, cores)])):
+            calls.append(blas)
+            continue
+        calls.append(onednn)
+        if is_gradient:
+            calls.append(_copy_of_left(matmul))
     return lambda: [call() for call in calls]
 
 

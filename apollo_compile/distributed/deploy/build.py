@@ -288,7 +288,7 @@ class ModuleCopy(NamedTuple):
 
 
 Copies = Mapping[str, Mapping[Division, ModuleCopy]]
-"""By name of the module."""
+"""Copies of every module, by its name and by division."""
 
 
 def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | None) -> Copies:
