@@ -36,9 +36,9 @@ class FreedTowers(nn.Module):
         return a * b
 
 
-def empty_floats(*shape: int) -> torch.Tensor:
-    """Return a tensor without memory."""
-    tensor = torch.empty(shape)
+def empty_square() -> torch.Tensor:
+    """Return a weight without memory."""
+    tensor = torch.empty(WIDTH, WIDTH)
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -54,11 +54,11 @@ def fill(weight: torch.Tensor, full: torch.Tensor) -> None:
     weight.copy_(full)
 
 
-def free_after_use(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Free both arguments."""
+def use_and_free(x: torch.Tensor, weight: torch.Tensor, *freed: torch.Tensor) -> torch.Tensor:
+    """Compute with a weight, then free what is no longer needed."""
     result = towers(x, weight)
-    weight.untyped_storage().resize_(0)
-    x.untyped_storage().resize_(0)
+    for each in freed:
+        each.untyped_storage().resize_(0)
     return result
 
 
@@ -71,32 +71,23 @@ def fill_before_use(weight: torch.Tensor, full: torch.Tensor, x: torch.Tensor) -
 def fill_use_and_free(weight: torch.Tensor, full: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Leave the weight as it came, without memory."""
     fill(weight, full)
-    result = towers(x, weight)
-    weight.untyped_storage().resize_(0)
-    return result
+    return use_and_free(x, weight, weight)
 
 
 def free_and_fill(weight: torch.Tensor, full: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Leave the weight with other values."""
-    before = towers(x, weight)
-    weight.untyped_storage().resize_(0)
-    fill(weight, full)
-    return before + towers(x, weight)
+    return use_and_free(x, weight, weight) + fill_before_use(weight, full, x)
 
 
 def free_what_is_shared(x: torch.Tensor, transposed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Read one view of a storage, and free it through another."""
-    result = towers(transposed, weight) + x
-    x.untyped_storage().resize_(0)
-    return result
+    return x.clone() + use_and_free(transposed, weight, x)
 
 
 def free_what_was_made(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Free a value on the way."""
     made = x @ weight
-    result = towers(made, weight)
-    made.untyped_storage().resize_(0)
-    return result + x
+    return use_and_free(made, weight, made) + x
 
 
 def same_calls(
@@ -119,16 +110,18 @@ def square(seed: int) -> torch.Tensor:
     return floats(WIDTH, WIDTH, seed=seed) / 8
 
 
+def squares(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two of them."""
+    return square(seed), square(seed + 1)
+
+
 CASES: dict[str, tuple[Function, Callable[[int], tuple[torch.Tensor, ...]]]] = {
-    "free after use": (free_after_use, lambda seed: (square(seed), square(seed + 1))),
-    "fill before use": (fill_before_use, lambda seed: (empty_floats(WIDTH, WIDTH), square(seed), square(seed + 1))),
-    "fill, use and free": (
-        fill_use_and_free,
-        lambda seed: (empty_floats(WIDTH, WIDTH), square(seed), square(seed + 1)),
-    ),
-    "free and fill": (free_and_fill, lambda seed: (square(seed), square(seed + 1), square(seed + 2))),
+    "free after use": (lambda x, weight: use_and_free(x, weight, weight, x), squares),
+    "fill before use": (fill_before_use, lambda seed: (empty_square(), *squares(seed))),
+    "fill, use and free": (fill_use_and_free, lambda seed: (empty_square(), *squares(seed))),
+    "free and fill": (free_and_fill, lambda seed: (square(seed + 2), *squares(seed))),
     "free what is shared": (free_what_is_shared, lambda seed: (lambda x: (x, x.t(), square(seed + 1)))(square(seed))),
-    "free what was made": (free_what_was_made, lambda seed: (square(seed), square(seed + 1))),
+    "free what was made": (free_what_was_made, squares),
 }
 
 

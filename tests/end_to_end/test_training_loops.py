@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -44,8 +45,9 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-        self.right = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
+        )
 
     def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
         one = self.left(left)
@@ -54,14 +56,25 @@ class Pair(nn.Module):
 
 def same_gradients(
     play: Callable[[Callable[..., torch.Tensor], nn.Module], None], model: nn.Module, options: Options
-) -> None:
-    """Let `play` use a model in eager and compiled; the gradients that it leaves must agree."""
+) -> tuple[nn.Module, nn.Module]:
+    """Let `play` use a model in eager and compiled; the gradients that it leaves must agree. Return both copies."""
     expected, actual = copy.deepcopy(model), copy.deepcopy(model)
     play(expected, expected)
     play(torch.compile(actual, **options), actual)
+    assert_same_gradients(actual, expected)
+    return actual, expected
+
+
+def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
+    """Compare the gradients of a model that was compiled with those of a copy."""
     compiled.append(actual)
     for (name, left), right in zip(expected.named_parameters(), actual.parameters(), strict=True):
         torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def one_step(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+    """Take a forward and a backward."""
+    run(LEFT[0], RIGHT[0]).square().mean().backward()
 
 
 @loop("gradient accumulation")
@@ -132,7 +145,7 @@ def test_a_weight_that_two_towers_share_gets_both_gradients(either: Options) -> 
     """The sum is made once, whichever lane is first."""
     model = Pair()
     model.right[0].weight = model.left[0].weight
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, either)
+    same_gradients(one_step, model, either)
 
 
 @loop("frozen modules")
@@ -140,7 +153,7 @@ def test_the_backward_of_a_frozen_tower_vanishes(either: Options) -> None:
     """Its parameters keep None, and no segment of the backward is its."""
     model = Pair()
     model.left.requires_grad_(False)
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, either)
+    same_gradients(one_step, model, either)
     (found,) = [entry for entry in registry.compiled_models() if len(entry.graphs) == 2][-1:]
     names = {graph.compilation.capture.role: _module_names(graph) for graph in found.graphs}
     assert any(name.startswith("left") for name in names["forward"])
@@ -173,22 +186,15 @@ def test_hooks_see_and_change_what_they_do_in_eager(either: Options) -> None:
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
         calls: list[tuple[str, float]] = []
         seen.append(calls)
-        handles = [
-            model.left.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,)),
-            model.left.register_forward_hook(lambda _m, _i, output: output + 1),
-            model.left[1].register_full_backward_hook(
-                lambda _m, _i, gradients: calls.append(("module", _sum(gradients[0])))
-            ),
-            model.left[0].weight.register_hook(lambda gradient: gradient * 3),
-            model.right[2].bias.register_post_accumulate_grad_hook(
-                lambda parameter: calls.append(("accumulated", _sum(parameter.grad)))
-            ),
-        ]
+        model.left.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+        model.left.register_forward_hook(lambda _m, _i, output: output + 1)
+        model.left[1].register_full_backward_hook(lambda _m, _i, own: calls.append(("module", _sum(own[0]))))
+        model.left[0].weight.register_hook(lambda gradient: gradient * 3)
+        bias = model.right[2].bias
+        bias.register_post_accumulate_grad_hook(lambda own: calls.append(("accumulated", _sum(own.grad))))
         output = run(LEFT[0], RIGHT[0])
         output.register_hook(lambda gradient: calls.append(("output", _sum(gradient))))
         output.square().mean().backward()
-        for handle in handles:
-            handle.remove()
 
     same_gradients(play, Pair(), either)
     expected, actual = seen
@@ -226,7 +232,7 @@ class _Custom(Pair):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, while Dynamo traces the function
 def test_the_backward_of_a_custom_function_is_the_users(either: Options) -> None:
     """Also where it is not the derivative of its forward."""
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Custom(), either)
+    same_gradients(one_step, _Custom(), either)
 
 
 class _Checkpointed(Pair):
@@ -240,7 +246,7 @@ def test_checkpointed_towers_train_as_in_eager(lanes: Options, uncompiled: Optio
     """What is recomputed has the masks of dropout that the forward drew: losses and gradients are Inductor's."""
     model = _Checkpointed()
     evaluated = copy.deepcopy(model).eval()
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), evaluated, uncompiled)
+    same_gradients(one_step, evaluated, uncompiled)
 
     def seeded(**options: Any) -> Any:
         torch.manual_seed(3)
@@ -263,12 +269,8 @@ def test_towers_with_reentrant_checkpoints_train_as_in_eager(either: Options) ->
         run(left, right).square().mean().backward()
         model.seen = (left.grad, right.grad)  # type: ignore[assignment]
 
-    model = _Reentrant()
-    expected, actual = copy.deepcopy(model), copy.deepcopy(model)
-    play(expected, expected)
-    play(torch.compile(actual, **either), actual)
+    actual, expected = same_gradients(play, _Reentrant(), either)
     torch.testing.assert_close(actual.seen, expected.seen, rtol=1e-4, atol=1e-5)
-    same_gradients(play, model, either)
 
 
 def _keep_products(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -287,7 +289,7 @@ class _Selective(Pair):
 @loop("activation checkpointing, selective")
 def test_towers_that_keep_products_alone_train_as_in_eager(either: Options) -> None:
     """The rest of what the backward reads is computed again."""
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Selective(), either)
+    same_gradients(one_step, _Selective(), either)
 
 
 @loop("threads with inputs of their own")
@@ -305,23 +307,16 @@ def test_threads_get_the_gradients_of_their_own_inputs(either: Options) -> None:
     wanted = [step(model, *each) for each in inputs]
     step(run, *inputs[0])
     begin = threading.Barrier(len(inputs))
-    found: list[list[Any]] = [[] for _ in inputs]
 
-    def work(number: int) -> None:
+    def work(own: tuple[torch.Tensor, torch.Tensor]) -> list[Any]:
         begin.wait()
-        for _ in range(10):
-            found[number].append(step(run, *inputs[number]))
+        return [step(run, *own) for _ in range(10)]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        found = list(threads.map(work, inputs))
     compiled.append(model)
-    assert [len(results) for results in found] == [10] * len(inputs)
     for results, expected in zip(found, wanted, strict=True):
-        for result in results:
-            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(results, [expected] * 10, rtol=1e-4, atol=1e-5)
 
 
 class _Broken(Pair):
@@ -334,7 +329,7 @@ class _Broken(Pair):
 @loop("graph breaks")
 def test_a_broken_graph_trains_in_its_parts(either: Options) -> None:
     """Each part is a model of its own, cut and planned for itself."""
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Broken(), either)
+    same_gradients(one_step, _Broken(), either)
     assert sum(len(model.graphs) for model in registry.compiled_models()[-2:]) == 4
 
 
@@ -372,9 +367,7 @@ def _same_steps(
     run = torch.compile(step, **options)
     for left in (*LEFT, LEFT[0]):
         torch.testing.assert_close(run(actual, left), step(expected, left), rtol=1e-4, atol=1e-5)
-    for (name, left), right in zip(expected.named_parameters(), actual.parameters(), strict=True):
-        torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
-    compiled.append(actual)
+    assert_same_gradients(actual, expected)
     return actual
 
 

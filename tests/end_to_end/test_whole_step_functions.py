@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -106,6 +107,15 @@ def assert_same_steps(model: nn.Module, make: Callable[[nn.Module], Step], batch
     assert losses[0] > losses[-1]
 
 
+def leaves_eagers_gradients(model: nn.Module, batch: Batch, *, steps: int = 1) -> None:
+    """Take some steps compiled and some in eager, with a copy; losses and what is left in `.grad` must agree."""
+    expected = copy.deepcopy(model)
+    losses = run(torch.compile(leaving(model), **UNCOMPILED), batch, steps=steps)
+    torch.testing.assert_close(losses, run(leaving(expected), batch, steps=steps))
+    for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad)
+
+
 def compilation_of(model: nn.Module) -> Compilation:
     """Return the products of the only graph that trains a model."""
     (found,) = registry.find_models(model)
@@ -133,12 +143,7 @@ def test_compiled_bodies_give_eagers_numbers() -> None:
 
 def test_gradients_may_be_left_for_an_optimizer_and_add_up() -> None:
     """In `.grad`, where they are added to what is there."""
-    model = TwoTowers(depth=1)
-    expected = copy.deepcopy(model)
-    run(torch.compile(leaving(model), **UNCOMPILED), two_tower_inputs(), steps=2)
-    run(leaving(expected), two_tower_inputs(), steps=2)
-    for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, wanted.grad)
+    leaves_eagers_gradients(TwoTowers(depth=1), two_tower_inputs(), steps=2)
 
 
 def test_dropout_draws_as_eager_draws() -> None:
@@ -194,15 +199,12 @@ def test_backwards_of_two_towers_overlap_in_the_plan(towers: Compilation) -> Non
     """They depend on the same loss and on nothing of each other."""
     if torch.get_num_threads() == 1:
         pytest.skip("one core has one lane")
-    spans: Mapping[str, list[Any]] = {"image": [], "text": []}
-    for segment, each in zip(towers.partition.graph.segments, towers.plan.assignments, strict=True):
-        tower, _, rest = segment.name.partition(".")
-        if tower in spans and ":backward" in rest:
-            spans[tower].append(each)
+    both = zip(towers.partition.graph.segments, towers.plan.assignments, strict=True)
+    spans = [(segment.name.partition(".")[0], each) for segment, each in both if ":backward" in segment.name]
+    of = {tower: [each for name, each in spans if name == tower] for tower in ("image", "text")}
     assert any(
         one.start_ns < other.end_ns and other.start_ns < one.end_ns and one.lane != other.lane
-        for one in spans["image"]
-        for other in spans["text"]
+        for one, other in itertools.product(of["image"], of["text"])
     )
 
 
@@ -226,10 +228,8 @@ def test_models_of_a_step_keep_their_names() -> None:
 def test_without_the_flag_the_graph_breaks_and_the_report_names_it() -> None:
     """The step runs all the same: forward in segments, backward by autograd."""
     model = TwoTowers(depth=1)
-    expected = copy.deepcopy(model)
     with torch._dynamo.config.patch(trace_autograd_ops=False):  # type: ignore[no-untyped-call]
-        losses = run(torch.compile(leaving(model), **UNCOMPILED), two_tower_inputs(), steps=1)
-    torch.testing.assert_close(losses, run(leaving(expected), two_tower_inputs(), steps=1))
+        leaves_eagers_gradients(model, two_tower_inputs())
     assert "torch._dynamo.config.trace_autograd_ops = True" in str(report(model))
 
 
@@ -237,7 +237,6 @@ def test_without_the_flag_the_graph_breaks_and_the_report_names_it() -> None:
 def test_hooks_on_gradients_run_in_eager(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Dynamo leaves them out of the graph, so a line says why, and the gradients are eager's."""
     model = nn.Linear(64, 64)
-    expected = copy.deepcopy(model)
 
     def double(tensor: torch.Tensor) -> torch.Tensor | None:
         if kind == "register_hook":
@@ -245,6 +244,7 @@ def test_hooks_on_gradients_run_in_eager(kind: str, caplog: pytest.LogCaptureFix
         tensor.grad = None if tensor.grad is None else 2 * tensor.grad
         return None
 
+    expected = copy.deepcopy(model)
     for each in (model, expected):
         getattr(each.weight, kind)(double)
     batch = two_tower_inputs()[:1]
