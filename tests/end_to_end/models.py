@@ -116,6 +116,19 @@ def train(
     return losses, gradients, {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def assert_trains_as_in_eager(
+    model: nn.Module, loss_of: Callable[[Callable[..., Any]], torch.Tensor], *, steps: int = 5, **compile_options: Any
+) -> None:
+    """Compare what `train` returns for a compiled copy with what it returns in eager."""
+    expected = train(model, loss_of, steps=steps)
+    assert_same_training(expected, train(model, loss_of, steps=steps, **compile_options))
+
+
+def two_tower_loss(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return a loss of two towers on the same inputs as ever."""
+    return run(*two_tower_inputs()).square().mean()
+
+
 Training = tuple[list[torch.Tensor], list[Mapping[str, torch.Tensor | None]], Mapping[str, torch.Tensor]]
 """Losses, gradients of every step, state at the end."""
 

@@ -75,11 +75,8 @@ def _pages() -> list[Any]:
     The recipes of stacks.md are compared with eager's in `test_stacks.py`.
     """
     is_long = {"cluster", "commands", "distributed", "loader", "pipelines", "robustness"}
-    return [
-        pytest.param(page, id=page.stem, marks=pytest.mark.soak if page.stem in is_long else ())
-        for page in PAGES
-        if page.stem != "stacks"
-    ]
+    marks = {page: pytest.mark.soak if page.stem in is_long else () for page in PAGES if page.stem != "stacks"}
+    return [pytest.param(page, id=page.stem, marks=mark) for page, mark in marks.items()]
 
 
 @pytest.mark.slow
@@ -168,8 +165,7 @@ def test_the_code_of_the_readme_runs(layers: int, folder: Path, capsys: pytest.C
     progress, _, printed = capsys.readouterr().out.partition("\n")
     assert re.match(r"\rmeasuring, about \d+ steps left", progress)
     assert re.match(r"settled after \d+ measured steps: \d\.\d\dx as fast as .+ \(.+\).*\n", printed)
-    assert f"image.layers.{layers - 1}" in printed
-    assert f"text.layers.{layers - 1}" in printed
+    assert all(f"{tower}.layers.{layers - 1}" in printed for tower in ("image", "text"))
     assert (folder / "report.html").exists()
     assert "transformers" not in set(sys.modules) - before
     assert set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)) == {"torch", "apollo_compile"}
@@ -201,10 +197,8 @@ def test_options_variables_and_flags_that_pages_name_exist(page: Path, capsys: p
     text = page.read_text()
     options = {name for name in re.findall(OPTION, text) if not name.startswith("inductor.")}
     assert options <= set(known_options()), options - set(known_options())
-    variables = set(re.findall(r"\bAPOLLO_[A-Z_]+\b", text)) - {
-        "APOLLO_ACCEPT",
-        "APOLLO_SANITIZE",
-    }  # of tests and builds
+    of_tests_and_builds = {"APOLLO_ACCEPT", "APOLLO_SANITIZE"}
+    variables = set(re.findall(r"\bAPOLLO_[A-Z_]+\b", text)) - of_tests_and_builds
     known = (ROOT / "apollo_compile" / "config.py").read_text()
     assert all(name in known for name in variables), variables
     for command, given in re.findall(r"\bapollo ([a-z][a-z-]+)\b([^`\n]*)", text):
@@ -240,21 +234,15 @@ NEVER_WHOLE = {
 def test_documented_commands_run() -> None:
     """Those of apollo in the docs, which a test above runs; others at small sizes, in .ci/run or in `make soak`."""
     command = r"(?:make|apollo|(?:\.venv/bin/)?python -m) [a-z]"
-    lines = [
-        line.split("#")[0].strip().removeprefix(".venv/bin/")
-        for page in (README, CONTRIBUTING, BENCHMARKS, *PAGES)
-        for block in blocks_of(page)
-        if block.language == ""
-        for line in block.code.splitlines()
-        if re.match(command, line)
-    ]
+    found = []
     for page in (README, CONTRIBUTING, BENCHMARKS, *PAGES):
-        found = re.findall(rf"`({command}[^`]*)`", page.read_text())
-        lines += [line.removeprefix(".venv/bin/") for line in found]
+        plain = [line for block in blocks_of(page) if block.language == "" for line in block.code.splitlines()]
+        found += [line.split("#")[0].strip() for line in plain if re.match(command, line)]
+        found += re.findall(rf"`({command}[^`]*)`", page.read_text())
+    lines = [line.removeprefix(".venv/bin/") for line in found]
     assert len(lines) > 20
     recipes = (ROOT / "Makefile").read_text().replace("\t$(BIN)/", "").replace("\t$(MAKE)", "make")
-    script = (ROOT / ".ci" / "run").read_text().replace(".venv/bin/", "")
-    script += recipes
+    script = (ROOT / ".ci" / "run").read_text().replace(".venv/bin/", "") + recipes
     tested = {command.split()[0] for command in COMMANDS + LONG}
     tested.add("demo")  # tests/benchmarks/test_demo.py
     documented = {line.split()[2] for page in PAGES for block in blocks_of(page) for line in _console_lines(block)}
@@ -277,10 +265,8 @@ def test_documented_commands_run() -> None:
             continue
         module = arguments[1]
         if module in NEVER_WHOLE:
-            test = ROOT / NEVER_WHOLE[module].split("; ")[1]
-            assert not is_run and re.search(
-                rf"benchmarks[. ].*\b{module.removeprefix('benchmarks.')}\b", test.read_text()
-            )
+            test = (ROOT / NEVER_WHOLE[module].split("; ")[1]).read_text()
+            assert not is_run and re.search(rf"benchmarks[. ].*\b{module.removeprefix('benchmarks.')}\b", test)
         else:
             assert is_run or module.removeprefix("benchmarks.") in tested, line
         file = ROOT / f"{module.replace('.', '/')}.py"
@@ -338,14 +324,8 @@ def test_the_site_does_not_build_with_a_dead_link(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", copy / "docs", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("apollo_compile", "benchmarks", "examples", "mkdocs.yml", *(path.name for path in ROOT.glob("*.md"))):
         (copy / name).symlink_to(ROOT / name)
-    dead = (
-        "nothing.md",
-        "../benchmarks/nothing.json",
-        "index.md#nothing",
-        "../CONTRIBUTING.md#nothing",
-        "../benchmarks",
-        "nothing.png",
-    )
+    dead = ["nothing.md", "../benchmarks/nothing.json", "index.md#nothing", "../CONTRIBUTING.md#nothing"]
+    dead += ["../benchmarks", "nothing.png"]
     with (copy / "docs" / "limits.md").open("a") as page:
         page.writelines(f"\n{'!' * link.endswith('png')}[dead]({link})\n" for link in dead)
     done = _build_the_site(copy, tmp_path / "site")
@@ -357,18 +337,11 @@ def _build_the_site(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Run the command of `make docs`."""
     for module in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(module)
-    (command,) = re.findall(
-        r"^docs:.*\n\tNO_MKDOCS_2_WARNING=1 \$\(BIN\)/(mkdocs .+)", (ROOT / "Makefile").read_text(), re.M
-    )
-    return subprocess.run(
-        [sys.executable, "-m", *command.split(), "--site-dir", str(site)],
-        cwd=root,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^docs:.*\n\tNO_MKDOCS_2_WARNING=1 \$\(BIN\)/(mkdocs .+)", makefile, re.M)
+    command = [sys.executable, "-m", *recipe.split(), "--site-dir", str(site)]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, cwd=root, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False, **both)
 
 
 @pytest.mark.slow

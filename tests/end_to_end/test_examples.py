@@ -87,9 +87,8 @@ def test_a_program_has_the_losses_of_eager(
 
 def test_the_page_of_examples_names_all_of_them() -> None:
     """And no other."""
-    assert sorted(
-        re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
-    ) == sorted([*PROGRAMS, *PLANS])
+    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted([*PROGRAMS, *PLANS])
     assert len(PROGRAMS) == 5
 
 
@@ -123,17 +122,10 @@ def test_the_notebook_runs(
 def test_a_program_runs(program: str, tmp_path: Path) -> None:
     """As its page says, and says in what state it is in the end."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if program == "ddp" else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(FOLDER / f"{program}.py")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
+    command = [sys.executable, *launcher, str(FOLDER / f"{program}.py")]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    captured = {"capture_output": True, "text": True, "timeout": 900}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=False, **captured)
     assert done.returncode == 0, done.stderr
-    expected = (
-        "trainer/apollo.html" if program == "trainer" else r"step 50: loss \d\.\d+; (measuring|settled|falls back)"
-    )
-    assert re.search(expected, done.stdout)
+    state = r"step 50: loss \d\.\d+; (measuring|settled|falls back)"
+    assert re.search("trainer/apollo.html" if program == "trainer" else state, done.stdout)

@@ -26,7 +26,7 @@ from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.interpret import real_tensors
 from apollo_compile.torch_bridge.settings import may_choose_library
 from tests.end_to_end.marks import needs_two_cores
-from tests.end_to_end.models import TwoTowers, two_tower_inputs
+from tests.end_to_end.models import TwoTowers, two_tower_loss
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 pytestmark = needs_onednn
@@ -84,8 +84,7 @@ def test_oneDNN_computes_all_products_of_a_step_and_gradients_are_those_of_eager
     """Four forward, and for each of them one by its input and one by its weight."""
     got: list[torch.Tensor] = []
     assert count_products(capfd, lambda: got.extend(train({**options, "runtime.bodies": bodies}))) == 12
-    for one, other in zip(got, train(None), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(got, train(None))
 
 
 def test_inference_too(options: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
@@ -97,15 +96,12 @@ def test_inference_too(options: dict[str, Any], capfd: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("forbid", ["option", "deterministic"])
 def test_products_stay_with_BLAS_where_the_user_says_so(  # noqa: N802
-    options: dict[str, Any], forbid: str, capfd: pytest.CaptureFixture[str]
+    options: dict[str, Any], forbid: str, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """By an option of apollo, or one of torch."""
-    own = {**options, "runtime.onednn": forbid != "option"}
-    torch.use_deterministic_algorithms(forbid == "deterministic")
-    try:
-        assert count_products(capfd, lambda: train(own)) == 0
-    finally:
-        torch.use_deterministic_algorithms(False)
+    if forbid == "deterministic":
+        request.getfixturevalue(forbid)
+    assert count_products(capfd, lambda: train({**options, "runtime.onednn": forbid != "option"})) == 0
 
 
 def test_in_the_midst_of_a_compile_products_are_measured_on_tensors_with_memory(
@@ -156,11 +152,10 @@ def test_products_go_to_onednn_where_inductor_tunes_too(
     options: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of products with weights that are inputs, as in training, Inductor's tuning leaves all to BLAS."""
-    expected = train(None)
+    got: list[torch.Tensor] = []
     with inductor_config.patch(TUNED):
-        found: list[list[torch.Tensor]] = []
-        assert count_products(capfd, lambda: found.append(train(options))) == 12
-    torch.testing.assert_close(found, [expected])
+        assert count_products(capfd, lambda: got.extend(train(options))) == 12
+    torch.testing.assert_close(got, train(None))
 
 
 @needs_two_cores
@@ -230,12 +225,10 @@ def test_products_are_measured_on_as_many_cores_as_the_plan_gives_them(
 
     monkeypatch.setattr(matmul_libraries, "_measure_gain", measure)
     model = TwoTowers()
-    compiled = torch.compile(
-        model, backend="apollo", options={**lanes["options"], "device.cache": options["device.cache"]}
-    )
-    compiled(*two_tower_inputs()).square().mean().backward()
-    (made,) = (made for made in registry.compiled_models() if made.graphs and made is registry.compiled_models()[-1])
-    planned = {a.quota.units for graph in made.graphs for a in graph.compilation.plan.assignments}
+    own = {**lanes["options"], "device.cache": options["device.cache"]}
+    two_tower_loss(torch.compile(model, backend="apollo", options=own)).backward()
+    graphs = registry.compiled_models()[-1].graphs
+    planned = {each.quota.units for graph in graphs for each in graph.compilation.plan.assignments}
     assert measured == planned and 1 in planned
 
 

@@ -9,6 +9,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,30 +25,24 @@ from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import compile_step
 from apollo_compile.torch_bridge.trees import map_tensors
 from tests.end_to_end.test_docs import ROOT, blocks_of
+from tests.end_to_end.twins import run_loop
 
 RECIPES = {block.title: block.code for block in blocks_of(ROOT / "docs" / "stacks.md") if block.title}
 
-NEEDS = {
-    "accelerate": "accelerate",
-    "dit": "diffusers",
-    "dreamer": "torchrl",
-    "lerobot_act": "lerobot",
-    "lerobot_diffusion": "lerobot",
-    "lightning": "pytorch_lightning",
-    "lightning_step": "pytorch_lightning",
-    "loop": "torch",
-    "open_clip": "open_clip",
-    "resume": "torch",
-    "sac": "stable_baselines3",
-    "sac_step": "stable_baselines3",
-    "sentences": "sentence_transformers",
-    "timm": "timm",
-    "torchrl_sac": "torchrl",
-    "trainer": "accelerate",
-    "trainer_step": "accelerate",
-    "unet": "diffusers",
+NEEDED_BY = {
+    "accelerate": ("accelerate", "trainer", "trainer_step"),  # which the Trainer needs beside transformers
+    "diffusers": ("dit", "unet"),
+    "lerobot": ("lerobot_act", "lerobot_diffusion"),
+    "open_clip": ("open_clip",),
+    "pytorch_lightning": ("lightning", "lightning_step"),
+    "sentence_transformers": ("sentences",),
+    "stable_baselines3": ("sac", "sac_step"),
+    "timm": ("timm",),
+    "torch": ("loop", "resume"),
+    "torchrl": ("dreamer", "torchrl_sac"),
 }
-"""The package that a recipe needs; the Trainer needs accelerate beside transformers."""
+NEEDS = {recipe: package for package, recipes in NEEDED_BY.items() for recipe in recipes}
+"""The package that a recipe needs."""
 
 
 @pytest.fixture
@@ -67,9 +62,7 @@ def run(name: str, compiling: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     code = RECIPES[name]
     assert code.count('backend="apollo"') + code.count("apollo_compile.compile_step(") == 1
     module = ModuleType(f"recipe_{name}")
-    monkeypatch.setitem(
-        sys.modules, module.__name__, module
-    )  # Dynamo asks for the module of a function that it inlines
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks for the module of what it inlines
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     code = code.replace("apollo_compile.compile_step(", "make_step(")
@@ -87,36 +80,30 @@ def run(name: str, compiling: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     return vars(module)
 
 
+@dataclass
 class InEager:
     """The loop that a step of `compile_step` stands for."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss_fn: Callable[..., Any],
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        microbatches: int = 1,
-        clip_grad_norm: float = math.inf,
-    ) -> None:
-        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
-        self.outputs: Any = None
+    model: torch.nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: torch.optim.Optimizer | None = None
+    microbatches: int = 1
+    clip_grad_norm: float = math.inf
+    outputs: Any = None
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take a step."""
-        total = torch.zeros(())
-        for part in split_evenly(batch, self.microbatches):
-            returned = self.loss_fn(self.model, part)
-            loss = find_loss(returned) / self.microbatches
-            loss.backward()
-            self.outputs = map_tensors(torch.Tensor.detach, returned)
-            total = total + loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+        parts = split_evenly(batch, self.microbatches)
+        total = run_loop(self.model, self.loss_of, parts, self.optimizer, self.clip_grad_norm)
         if self.optimizer is not None:
-            self.optimizer.step()
             self.optimizer.zero_grad()
         return total
+
+    def loss_of(self, model: torch.nn.Module, part: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch, and keep what else there is."""
+        returned = self.loss_fn(model, part)
+        self.outputs = map_tensors(torch.Tensor.detach, returned)
+        return find_loss(returned)
 
 
 def test_every_recipe_is_tested() -> None:
@@ -161,11 +148,9 @@ def test_the_trainer_logs_metrics_and_saves_the_page(folder: Path, monkeypatch: 
     pytest.importorskip("accelerate")
     found = run("trainer", 'backend="apollo", options={"runtime.bodies": "eager"}', folder / "trainer", monkeypatch)
     history = found["trainer"].state.log_history
-    own = [row for row in history if "apollo/settled" in row]
-    assert [row["step"] for row in own] == [4]
-    assert all(
-        row["apollo/graphs_on_lanes"] + row["apollo/graphs_in_turn"] + row["apollo/fallbacks"] > 0 for row in own
-    )
+    (row,) = [row for row in history if "apollo/settled" in row]
+    assert row["step"] == 4
+    assert row["apollo/graphs_on_lanes"] + row["apollo/graphs_in_turn"] + row["apollo/fallbacks"] > 0
     assert "<html" in (folder / "trainer" / "out" / "apollo.html").read_text()
 
 
@@ -213,13 +198,9 @@ def test_lightning_logs_the_verdict_once_and_saves_the_page(
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             self.rows.append((step, metrics))
 
-    monkeypatch.setitem(
-        RECIPES,
-        "lightning",
-        RECIPES["lightning"]
-        .replace("logger=False", "logger=LOGGER, log_every_n_steps=2")
-        .replace("import torch\n", "import torch\nfrom tests.end_to_end.test_stacks import LOGGER\n", 1),
-    )
+    code = RECIPES["lightning"].replace("logger=False", "logger=LOGGER, log_every_n_steps=2")
+    code = code.replace("import torch\n", "import torch\nfrom tests.end_to_end.test_stacks import LOGGER\n", 1)
+    monkeypatch.setitem(RECIPES, "lightning", code)
     monkeypatch.setattr(sys.modules[__name__], "LOGGER", Logger(), raising=False)
     run("lightning", 'backend="apollo", options={"runtime.bodies": "eager"}', folder / "lightning", monkeypatch)
     own = [(step, metrics) for step, metrics in Logger.rows if "apollo/settled" in metrics]

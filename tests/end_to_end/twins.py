@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -78,25 +79,30 @@ def towers_batch(seed: int, size: int = 8) -> Batch:
 
 def run_loop(
     model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    loss_fn: Callable[[nn.Module, Any], Any],
     parts: Iterable[Any],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Any = None,
     clip: float | None = None,
+    counts: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """Take one step as users write it, of these micro-batches."""
+    """Take one step as users write it, of these micro-batches, each of which counts so much."""
     parts = list(parts)
+    counts = counts or [1.0] * len(parts)
     if optimizer is not None:
         optimizer.zero_grad()
-    total = torch.zeros(())
-    for part in parts:
-        loss = loss_fn(model, part) * (1 / len(parts))
+    losses = []
+    for part, count in zip(parts, counts, strict=True):
+        returned = loss_fn(model, part)
+        loss = returned[0] if isinstance(returned, tuple) else returned
+        loss = loss["loss"] if isinstance(loss, dict) else loss
+        loss = loss * (count / sum(counts))
         loss.backward()
-        total = total + loss.detach()
+        losses.append(loss.detach())
     if clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     if optimizer is not None:
         optimizer.step()
-    return total
+    return functools.reduce(torch.add, losses)
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
