@@ -24,7 +24,7 @@ from apollo_compile.session import registry
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.overrides import check_overrides
-from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.end_to_end.models import STRICT, TwoTowers, assert_trains_as_in_eager, two_tower_inputs, two_tower_loss
 
 OVERRIDDEN: list[tuple[type, str]] = [
     (CppWrapperCpu, "create"),
@@ -46,19 +46,13 @@ def compile_one(function: Callable[..., Any], *inputs: torch.Tensor) -> Compiled
     graph = make_fx(function, tracing_mode="fake")(*inputs)
     fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with torch.no_grad():
-        (body,) = compile_bodies(
-            [("test", graph, fakes)], native=True, is_inference=True, is_backward=False, graph_id=0
-        )
+        (body,) = compile_bodies([("test", graph, fakes)], native=True, is_inference=True)
     return body
 
 
 def train_towers(**options: Any) -> None:
     """Train two towers as in eager, on lanes."""
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    expected = train(model, lambda run: run(*inputs).square().mean(), steps=2)
-    assert_same_training(
-        expected, train(model, lambda run: run(*inputs).square().mean(), steps=2, backend="apollo", options=options)
-    )
+    assert_trains_as_in_eager(TwoTowers(depth=1), two_tower_loss, steps=2, backend="apollo", options=options)
 
 
 def test_every_body_of_a_model_is_native(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,9 +125,7 @@ def halved(x: torch.Tensor) -> torch.Tensor:
     return x / 2
 
 
-@halved.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+halved.register_fake(torch.empty_like)
 
 
 class Halves(nn.Module):

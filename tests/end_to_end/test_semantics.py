@@ -14,7 +14,17 @@ from torch import nn
 from apollo_compile.errors import RuntimeClosedError
 from apollo_compile.session import registry
 from apollo_compile.torch_bridge import bodies, whole
-from tests.end_to_end.models import STRICT, Training, TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.end_to_end.models import (
+    STRICT,
+    Training,
+    TwoTowers,
+    assert_same_training,
+    assert_trains_as_in_eager,
+    train,
+    two_tower_inputs,
+    two_tower_loss,
+)
+from tests.end_to_end.test_values import floats
 
 APOLLO = {"backend": "apollo", "options": STRICT}
 UNCOMPILED = {"backend": "apollo", "options": {**STRICT, "runtime.bodies": "eager"}}
@@ -25,12 +35,10 @@ UNCOMPILED = {"backend": "apollo", "options": {**STRICT, "runtime.bodies": "eage
 def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     """Random numbers are drawn in graph order, whatever the lanes do: the losses are Inductor's to the bit."""
     model = TwoTowers(depth=1, dropout=0.3)
-    inputs = two_tower_inputs()
 
     def losses(**options: object) -> tuple[list[torch.Tensor], torch.Tensor]:
         torch.manual_seed(7)
-        found = train(model, lambda run: run(*inputs).square().mean(), **options)[0]
-        return found, torch.get_rng_state()
+        return train(model, two_tower_loss, **options)[0], torch.get_rng_state()
 
     first, state = losses(**APOLLO)
     second, _ = losses(**APOLLO)
@@ -41,7 +49,7 @@ def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     assert torch.equal(state, inductor_state)
 
     torch._dynamo.reset()
-    torch.compile(model, **APOLLO)(*inputs)
+    torch.compile(model, **APOLLO)(*two_tower_inputs())
     segments = registry.find_models(model)[0].graphs[0].compilation.partition.graph.segments
     body_by_name = {segment.name: segment.body for segment in segments}
     assert body_by_name["image.layers.0"] == body_by_name["text.layers.0"], "the seed's number tells equal layers apart"
@@ -56,13 +64,11 @@ def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pyte
 
     for file in (bodies, whole):
         monkeypatch.setattr(file, "compile_fx_inner", refuse)
-    torch.manual_seed(0)
     model = TwoTowers(dropout=0.3)
-    inputs = two_tower_inputs()
 
     def run(**options: object) -> Training:
         torch.manual_seed(7)
-        return train(model, lambda run: run(*inputs).square().mean(), **options)
+        return train(model, two_tower_loss, **options)
 
     others = registry.compiled_models()
     assert_same_training(run(), run(**UNCOMPILED))
@@ -73,8 +79,9 @@ def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pyte
 class _Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
-        self.right = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2)
+        )
         self.frozen = nn.Linear(16, 8).requires_grad_(False)
         self.unused = nn.Linear(2, 2)
 
@@ -85,11 +92,7 @@ class _Normalized(nn.Module):
 @pytest.mark.robustness("Training loops", "BatchNorm, frozen and unused modules")
 def test_batch_norm_buffers_frozen_and_unused_modules_train_as_in_eager() -> None:
     """Mutated buffers end with eager's values; parameters without a gradient keep None."""
-    model = _Normalized()
-    x = torch.randn(32, 16)
-    assert_same_training(
-        train(model, lambda run: run(x).pow(2).mean()), train(model, lambda run: run(x).pow(2).mean(), **UNCOMPILED)
-    )
+    assert_trains_as_in_eager(_Normalized(), lambda run: run(floats(32, 16)).pow(2).mean(), **UNCOMPILED)
 
 
 def _mutate_input(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -121,18 +124,16 @@ def test_functions_with_effects_and_aliases_return_what_eager_returns(
     function: Callable[..., object], either: dict[str, Any]
 ) -> None:
     """Inputs are mutated alike, outputs alias alike, None and constants come back."""
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)
-    eager_inputs, inputs = (x.clone(), y.clone()), (x.clone(), y.clone())
-    compiled = torch.compile(function, **either)
-    expected, actual = function(*eager_inputs), compiled(*inputs)
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(inputs, eager_inputs)
-    if isinstance(expected, tuple):
-        for left, right in zip(expected, actual, strict=True):
-            for source, compiled_source in zip(eager_inputs, inputs, strict=True):
-                if isinstance(left, torch.Tensor):
-                    assert (left.data_ptr() == source.data_ptr()) == (right.data_ptr() == compiled_source.data_ptr())
+    eager_inputs = floats(8, 8), floats(8, 8, seed=1)
+    inputs = tuple(each.clone() for each in eager_inputs)
+    expected, actual = function(*eager_inputs), torch.compile(function, **either)(*inputs)
+    torch.testing.assert_close((actual, inputs), (expected, eager_inputs))
+    assert _aliases(actual, inputs) == _aliases(expected, eager_inputs)
+
+
+def _aliases(outputs: object, inputs: tuple[torch.Tensor, ...]) -> list[list[bool]]:
+    tensors = [each for each in outputs if each is not None] if isinstance(outputs, tuple) else [outputs]
+    return [[tensor.data_ptr() == each.data_ptr() for each in inputs] for tensor in tensors]
 
 
 @pytest.mark.robustness("Training loops", "no_grad and inference_mode")
@@ -160,20 +161,18 @@ def test_bf16_autocast_trains_within_its_tolerance() -> None:
     torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
 
 
-seen: list[tuple[str, frozenset[int], int]] = []
-"""Lane witnesses: branch, affinity and thread count, read from inside a body."""
+seen: list[tuple[frozenset[int], int]] = []
+"""Lane witnesses: affinity and thread count, read from inside a body."""
 
 
 @torch.library.custom_op("apollo_tests::witness", mutates_args=(), tags=(torch.Tag.pointwise,))
-def witness(x: torch.Tensor, branch: str) -> torch.Tensor:
+def witness(x: torch.Tensor) -> torch.Tensor:
     """Record where it runs."""
-    seen.append((branch, frozenset(os.sched_getaffinity(0)), torch.get_num_threads()))
+    seen.append((frozenset(os.sched_getaffinity(0)), torch.get_num_threads()))
     return x.clone()
 
 
-@witness.register_fake
-def _(x: torch.Tensor, branch: str) -> torch.Tensor:
-    return torch.empty_like(x)
+witness.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("apollo_tests::explode", mutates_args=())
@@ -184,9 +183,7 @@ def explode(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@explode.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+explode.register_fake(torch.empty_like)
 
 
 class _Watched(nn.Module):
@@ -198,8 +195,7 @@ class _Watched(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left = right = x
         for one, other in zip(self.left, self.right, strict=True):
-            left = witness(one(left), "left")
-            right = witness(other(right), "right")
+            left, right = witness(one(left)), witness(other(right))
         return left @ right.T
 
 
@@ -214,18 +210,14 @@ def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
         run(x)
         seen.clear()
         run(x)
-    (compiled,) = registry.find_models(model)
-    (graph,) = compiled.graphs
+    (graph,) = registry.find_models(model)[0].graphs
     plan = graph.compilation.plan
     cores = sorted(os.sched_getaffinity(0))
-    allowed = {frozenset(cores[unit] for unit in plan.lanes[assignment.lane].units) for assignment in plan.assignments}
-    assert len(plan.lanes) > 1
-    assert len({assignment.lane for assignment in plan.assignments}) > 1
-    assert len(seen) == 6
-    assert {affinity for _, affinity, _ in seen} <= allowed
-    for _, affinity, num_threads in seen:
-        assert num_threads == len(affinity)
-    assert {len(affinity) for _, affinity, _ in seen} == {1}
+    used = {assignment.lane for assignment in plan.assignments}
+    assert len(plan.lanes) > 1 and len(used) > 1 and len(seen) == 6
+    allowed = {frozenset(cores[unit] for unit in plan.lanes[lane].units) for lane in used}
+    assert {affinity for affinity, _ in seen} <= allowed
+    assert {(len(affinity), num_threads) for affinity, num_threads in seen} == {(1, 1)}
     for span in graph.trace().spans:
         assert span.core in {cores[unit] for unit in plan.lanes[span.lane].units}
 
@@ -268,9 +260,7 @@ def nested(x: torch.Tensor) -> torch.Tensor:
     return _inner(x)
 
 
-@nested.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+nested.register_fake(torch.empty_like)
 
 
 @pytest.mark.robustness("Special operators", "operators that call a compiled function")

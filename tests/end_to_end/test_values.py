@@ -14,6 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.testing._internal.two_tensor import TwoTensor
 
 from apollo_compile.session import registry
+from tests.end_to_end.models import Training, assert_same_training, assert_trains_as_in_eager, train
 
 Options = dict[str, Any]
 
@@ -51,14 +52,10 @@ def test_writing_to_one_of_two_inputs_that_share_memory(either: Options) -> None
         row.mul_(2)
         return (x @ y).sum(1) - before
 
-    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return write(x, x[1], floats(8, 8, seed=1)), x
-
-    def compiled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.compile(write, **either)(x, x[1], floats(8, 8, seed=1)), x
-
+    x = floats(8, 8)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(floats(8, 8)), call(floats(8, 8)), rtol=1e-4, atol=1e-4)
+        _, _, (own, row, _) = same_call(write, (x, x[1], floats(8, 8, seed=1)), either)
+    assert torch.equal(own[1], row)
 
 
 @values("inputs that alias each other, written to while gradients flow")
@@ -225,17 +222,14 @@ class _Pictures(nn.Module):
 @values("channels last")
 def test_channels_last_stays_channels_last(either: Options) -> None:
     """Outputs and gradients have eager's strides and values."""
-    found = []
-    for compile_options in ({}, either):
-        torch.manual_seed(0)
-        model = _Pictures().to(memory_format=torch.channels_last)
-        run = torch.compile(model, **compile_options) if compile_options else model
+    model, found = _Pictures().to(memory_format=torch.channels_last), []
+    for run in (model, torch.compile(model, **either)):
         x = floats(2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
         output = run(x)
-        output.square().mean().backward()
-        found.append((output.detach(), x.grad, model.left.weight.grad))
+        gradients = torch.autograd.grad(output.square().mean(), (x, model.left.weight))
+        found.append((output.detach(), *gradients))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
-    assert found[1][0].stride() == found[0][0].stride() and found[1][1].stride() == found[0][1].stride()
+    assert [value.stride() for value in found[1]] == [value.stride() for value in found[0]]
 
 
 def _typed(z: torch.Tensor, index: torch.Tensor, mask: torch.Tensor, half: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -258,18 +252,13 @@ def test_values_of_every_type_pass_through_segments(either: Options) -> None:
 @values("empty and size-one batches")
 def test_batches_of_none_and_of_one_train(either: Options) -> None:
     """Each batch size is a graph of its own; gradients of an empty batch are zeros."""
-    expected = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    actual = copy.deepcopy(expected)
-    run = torch.compile(actual, dynamic=False, **either)
-    for batch in (0, 1):
-        x = floats(batch, 8)
-        expected.zero_grad()
-        actual.zero_grad()
-        output, reference = run(x), expected(x)
-        output.square().sum().backward()
-        reference.square().sum().backward()
-        torch.testing.assert_close(output, reference, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close([p.grad for p in actual.parameters()], [p.grad for p in expected.parameters()])
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def trained(**options: Any) -> Training:
+        batches = iter((floats(0, 8), floats(1, 8)))
+        return train(model, lambda run: run(next(batches)).square().sum(), steps=2, **options)
+
+    assert_same_training(trained(), trained(dynamic=False, **either))
 
 
 @values("tensor subclasses")
@@ -285,10 +274,7 @@ def test_a_subclass_that_holds_two_tensors_goes_in_and_comes_out(either: Options
     actual = torch.compile(tower, **either)(TwoTensor(*halves), weight)
     assert isinstance(actual, TwoTensor)
     torch.testing.assert_close((actual.a, actual.b), (expected.a, expected.b), rtol=1e-4, atol=1e-5)
-    gradients = [
-        torch.autograd.grad((out.a + out.b if isinstance(out, tuple) else out).sum(), weight)
-        for out in (actual, expected)
-    ]
+    gradients = [torch.autograd.grad(out.sum(), weight) for out in (actual, expected)]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
@@ -378,16 +364,7 @@ class _Users(nn.Module):
 @values("buffers that are used, then written")
 def test_gradients_are_of_the_values_that_were_used(either: Options) -> None:
     """In each of five ways to use one; Inductor alone reads the buffer again, and its gradients are silently wrong."""
-    expected, actual = _Users(), _Users()
-    run = torch.compile(actual, **either)
-    for _ in range(2):
-        for call in (run, expected):
-            call().backward()
-        for name, parameter in expected.named_parameters():
-            torch.testing.assert_close(
-                actual.get_parameter(name).grad, parameter.grad, msg=lambda m, n=name: f"{n}: {m}"
-            )
-        torch.testing.assert_close(dict(actual.named_buffers()), dict(expected.named_buffers()))
+    assert_trains_as_in_eager(_Users(), lambda run: run(), **either)
 
 
 def _swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
