@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,23 +13,9 @@ from torch import nn
 
 from tests.end_to_end.step_cases import cases
 from tests.end_to_end.step_cases.cases import CHANGE, EITHER, RAISES, Training, case, loop, refused
-from tests.end_to_end.step_cases.models import (
-    SAMPLES,
-    WIDTH,
-    Batch,
-    Texts,
-    adamw,
-    chain,
-    mse,
-    off,
-    random,
-    rows,
-    word_entropy,
-    words,
-)
+from tests.end_to_end.step_cases.models import SAMPLES, WIDTH, Batch, adamw, chain, mse, off, random, rows, words
 
-train = partial(cases.train, by=adamw)
-add = partial(cases.add, by=adamw)
+train, add, add_texts = (partial(made, by=adamw) for made in (cases.train, cases.add, cases.add_texts))
 
 
 # ------------------------------------------------------------------------------------------------------------- forms
@@ -55,10 +41,6 @@ def _split_sample(batch: Sample, count: int) -> Sequence[Sample]:
     return [Sample(x, y) for x, y in zip(batch.x.chunk(count), batch.y.chunk(count), strict=True)]
 
 
-def _pair_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
 def _loss_of_sample(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch.x), batch.y)
 
@@ -67,13 +49,8 @@ def _squares(model: nn.Module, batch: Batch) -> torch.Tensor:
     return off(model, batch).square().sum() / 10
 
 
-def _flat(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = rows(number)
-    return made["x"], made["y"]
-
-
 def _nested(number: int) -> Any:
-    x, y = _flat(number)
+    x, y = rows(number).values()
     return ({"deep": [{"x": x}, None]}, [y], "text", 2, 0.5, True)
 
 
@@ -93,7 +70,7 @@ def _every_other(number: int) -> dict[str, Any]:
 
 
 def _views(number: int) -> dict[str, Any]:
-    both = torch.cat([rows(number)["x"], rows(number)["y"]], 1)
+    both = torch.cat([*rows(number).values()], 1)
     return {"x": both[:, :WIDTH], "y": both[:, WIDTH:], "both": both}
 
 
@@ -102,63 +79,46 @@ def _made_in_inference_mode(number: int) -> dict[str, Any]:
         return {name: value * 1 for name, value in rows(number).items()}
 
 
-def _bytes_of(number: int) -> torch.Tensor:
-    return torch.randint(256, (SAMPLES, WIDTH), generator=random(number), dtype=torch.uint8)
+def _bytes(number: int) -> dict[str, Any]:
+    x = torch.randint(256, (SAMPLES, WIDTH), generator=random(number), dtype=torch.uint8)
+    return {**rows(number), "x": x}
 
 
-sample = {"batch": lambda n: Sample(*_flat(n)), "loss": _loss_of_sample, **EITHER}
-add("a tuple", "Of samples and targets.", batch=_flat, loss=_pair_loss, count=3)
-add("a list", "Which is none of samples.", batch=lambda n: list(_flat(n)), loss=_pair_loss)
-add("a tuple with names", "Its fields are attributes.", batch=lambda n: Pair(*_flat(n)), loss=_loss_of_sample)
+def _with_samples(change: Callable[[torch.Tensor], torch.Tensor], number: int) -> dict[str, Any]:
+    return {**rows(number), "x": change(rows(number)["x"])}
+
+
+sample = {"batch": lambda n: Sample(**rows(n)), "loss": _loss_of_sample, **EITHER}
+pair = partial(add, loss=lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]))
+pair("a tuple", "Of samples and targets.", batch=lambda n: tuple(rows(n).values()), count=3)
+pair("a list", "Which is none of samples.", batch=lambda n: list(rows(n).values()))
+add("a tuple with names", "Its fields are attributes.", batch=lambda n: Pair(**rows(n)), loss=_loss_of_sample)
 add("a batch with everything", batch=_nested, loss=_nested_loss)
 add("a dataclass", "Split by the user.", split=_split_sample, **sample)
 add("a dataclass, whole", "One micro-batch needs no split.", count=1, **sample)
-add(
-    "a tensor alone",
-    batch=lambda n: rows(n)["y"],
-    loss=lambda m, x: (m(torch.cat([x, x[:, :2]], 1)) - x).square().mean(),
-)
-add(
-    "one tensor twice",
-    batch=lambda n: 2 * (rows(n)["x"],),
-    loss=lambda m, b: (m(b[0]).sum(-1) - b[1].sum(-1)).square().mean(),
-)
-add(
-    "samples in float64",
-    batch=partial(rows, dtype=torch.float64),
-    loss=lambda m, b: (m(b["x"].float()) - b["y"]).square().mean(),
-)
-add(
-    "whole numbers of one byte",
-    batch=lambda n: {"x": _bytes_of(n), "y": rows(n)["y"]},
-    loss=lambda m, b: (m(b["x"] / 255) - b["y"]).square().mean(),
-)
-add("a mask", batch=lambda n: {**rows(n), "mask": rows(n)["x"][:, 0] > 0}, loss=_masked)
+for name, batch, loss in (
+    ("a tensor alone", lambda n: rows(n)["y"], lambda m, x: (m(torch.cat([x, x[:, :2]], 1)) - x).square().mean()),
+    ("one tensor twice", lambda n: 2 * (rows(n)["x"],), lambda m, b: (m(b[0]) - b[1][:, :4]).square().mean()),
+    ("samples in float64", partial(rows, dtype=torch.float64), lambda m, b: (m(b["x"].float()) - b["y"]).norm()),
+    ("whole numbers of one byte", _bytes, lambda m, b: (m(b["x"] / 255) - b["y"]).square().mean()),
+    ("a mask", lambda n: {**rows(n), "mask": rows(n)["x"][:, 0] > 0}, _masked),
+):
+    add(name, batch=batch, loss=loss)
+views = {"batch": _views, "loss": lambda m, b: mse(m, b) + 0.1 * (m(b["x"]) * b["both"][:, :4]).mean()}
+add("tensors that are views of one another", **views)
 add("samples that are not dense", "Every other row, and columns first.", batch=_every_other, count=3)
-add("expanded samples", batch=lambda n: {"x": rows(n)["x"][:1].expand(SAMPLES, WIDTH), "y": rows(n)["y"]})
-add(
-    "tensors that are views of one another",
-    batch=_views,
-    loss=lambda m, b: mse(m, b) + 0.1 * (m(b["x"]) * b["both"][:, :4]).mean(),
-)
-add(
-    "conjugates and negatives",
-    batch=lambda n: {"x": torch.complex(rows(n)["x"], rows(n)["x"]).conj().imag, "y": rows(n)["y"]},
-    **EITHER,
-)
+add("expanded samples", batch=partial(_with_samples, lambda x: x[:1].expand(SAMPLES, WIDTH)))
+add("conjugates and negatives", batch=partial(_with_samples, lambda x: torch.complex(x, x).conj().imag), **EITHER)
 add(
     "sparse samples",
-    batch=lambda n: {"x": rows(n)["x"].relu().to_sparse(), "y": rows(n)["y"]},
+    batch=partial(_with_samples, lambda x: x.relu().to_sparse()),
     loss=lambda m, b: (m(b["x"].to_dense()) - b["y"]).square().mean(),
     count=1,
     **loop("loop"),
 )
 add("tensors made in inference mode", batch=_made_in_inference_mode, **RAISES)
-add(
-    "a list with an element for every sample",
-    batch=lambda n: {**rows(n), "names": SAMPLES * ["a"]},
-    **refused("one for every sample"),
-)
+names = refused("one for every sample")
+add("a list with an element for every sample", batch=lambda n: {**rows(n), "names": SAMPLES * ["a"]}, **names)
 
 
 @case()
@@ -168,7 +128,7 @@ def parameters_in_the_batch() -> Training:
     model.prompt = nn.Parameter(torch.randn(SAMPLES, WIDTH), requires_grad=False)
     return train(
         model,
-        lambda m, b: nn.functional.mse_loss(m[2](m[1](m[0](b["x"] + b["prompt"]))), b["y"]),
+        lambda m, b: mse(m, {"x": b["x"] + b["prompt"], "y": b["y"]}),
         batch=lambda n: {**rows(n), "prompt": model.prompt},
         count=1,
     )
@@ -252,14 +212,7 @@ def _split_all_but_temperature(batch: Batch, count: int) -> Sequence[Batch]:
     return [{"x": x, "y": y, "temperature": batch["temperature"]} for x, y in parts]
 
 
-add(
-    "texts padded to other lengths",
-    model=Texts,
-    loss=word_entropy,
-    batch=lambda n: words(n, length=3 + n % 7),
-    count=3,
-    **EITHER,
-)
+add_texts("texts padded to other lengths", batch=lambda n: words(n, length=3 + n % 7), count=3, **EITHER)
 add("a batch without samples", "It cannot be split.", batch=partial(rows, size=0), **refused("sizes"))
 add("a micro batch without samples", loss=_squares, batch=partial(rows, size=0), count=1)
 add("micro batches of different sizes", loss=_squares, split=_split_unevenly, count=4, **loop())
@@ -280,14 +233,7 @@ add(
 
 # ----------------------------------------------------------------------------------------------------------- weights
 
-add(
-    "weights by words",
-    model=Texts,
-    loss=word_entropy,
-    batch=words,
-    count=3,
-    weigh=lambda part: float((part["words"] != 0).sum()),
-)
+add_texts("weights by words", count=3, weigh=lambda part: float((part["words"] != 0).sum()))
 add("weights of which some are zero or negative", count=3, weigh=lambda part: float(part["x"][0, 0].sign()) + 0.5)
 add("weights without a sum", "Nothing to divide by.", weigh=lambda part: 0.0, **refused("finite sum other than zero"))
 
@@ -305,18 +251,13 @@ def _by_task(model: Any, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model[batch["task"]](model["body"](batch["x"]).tanh()), batch["y"])
 
 
-add(
-    "a number that grows from step to step",
-    batch=lambda n: {**rows(n), "epoch": n},
-    loss=lambda m, b: mse(m, b) * (1 + b["epoch"]),
-    **LIMIT,
-)
-add(
-    "a fraction that grows from step to step",
-    batch=lambda n: {**rows(n), "t": 1 / (1 + n)},
-    loss=lambda m, b: mse(m, b) * b["t"],
-    **LIMIT,
-)
+for kind, number_of in (("number", lambda n: n), ("fraction", lambda n: 1 / (1 + n))):
+    add(
+        f"a {kind} that grows from step to step",
+        batch=lambda n, number_of=number_of: {**rows(n), "number": number_of(n)},
+        loss=lambda m, b: mse(m, b) * (1 + b["number"]),
+        **LIMIT,
+    )
 add("a flag that changes", batch=lambda n: {**rows(n), "is_symmetric": n % 6 < 3}, loss=_flagged)
 add(
     "a task by name",

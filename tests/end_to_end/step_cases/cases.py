@@ -20,7 +20,9 @@ from torch import nn
 
 from apollo_compile.errors import ApolloError, TargetError
 from apollo_compile.session.step.split import split_evenly
+from tests.end_to_end.step_cases import models
 from tests.end_to_end.step_cases.models import Loss, chain, momentum, mse, rows
+from tests.end_to_end.twins import run_loop
 
 STEPS = 16
 """A loop, then every variant twice."""
@@ -65,26 +67,10 @@ class Training:
     weigh: Callable[[Any], float] | None = None
 
     def take_step(self, batch: Any) -> torch.Tensor:
-        """Take one step in eager, as docs/steps.md has it."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+        """Take one step in eager."""
         parts = list((self.split or split_evenly)(batch, self.microbatches))
-        counts = [1.0 if self.weigh is None else float(self.weigh(part)) for part in parts]
-        losses = []
-        for part, count in zip(parts, counts, strict=True):
-            returned = self.loss_fn(self.model, part)
-            loss = returned[0] if isinstance(returned, tuple) else returned
-            loss = loss["loss"] if isinstance(loss, dict) else loss
-            (loss * (count / sum(counts))).backward()
-            losses.append(loss.detach())
-        if self.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        total = losses[0] * (counts[0] / sum(counts))
-        for loss, count in zip(losses[1:], counts[1:], strict=True):
-            total = total + loss * (count / sum(counts))
-        return total
+        counts = None if self.weigh is None else [float(self.weigh(part)) for part in parts]
+        return run_loop(self.model, self.loss_fn, parts, self.optimizer, self.clip_grad_norm, counts)
 
     def observe(self, batch: Any) -> dict[str, Any]:
         """Return everything that a step may change."""
@@ -161,6 +147,10 @@ def add(name: str, says: str = "", make: Callable[..., Training] = train, **sett
     assert name not in TABLE, f"there are two cases called {name}"
     own = {each.name: settings.pop(each.name) for each in fields(Case) if each.name in settings}
     TABLE[name] = Case(name=name, says=says or name, make=partial(make, **settings), **own)
+
+
+add_texts = partial(add, model=models.Texts, loss=models.word_entropy, batch=models.words)
+add_images = partial(add, model=models.convolutions, loss=models.entropy, batch=models.images)
 
 
 def case(**settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -78,19 +78,10 @@ add("a layer goes", change=_remove_layer, model=lambda: chain(nn.Linear(8, 8), n
 add("a layer is swapped for another", change=lambda t: t.model.__setitem__(0, nn.Linear(WIDTH, 8)), count=1)
 add("everything is saved and loaded", "Model and optimizer, through a file.", change=_reload, by=adamw)
 add("the model is copied", "By `deepcopy` and by pickle; copies are changed, the model is not.", change=_copy_model)
-add(
-    "weights are pruned",
-    change=lambda t: prune.l1_unstructured(t.model[0], "weight", amount=0.5),
-    **EITHER,
-    reason="the model assigns some",  # its pruned weight, in every forward
-)
-add(
-    "the model changes its dtype",
-    change=lambda t: t.model.double(),
-    batch=lambda n: rows(n, dtype=torch.float64 if n >= CHANGE else torch.float32),
-    by=sgd,
-    **EITHER,
-)
+assigns = {**EITHER, "reason": "the model assigns some"}  # its pruned weight, in every forward
+add("weights are pruned", change=lambda t: prune.l1_unstructured(t.model[0], "weight", amount=0.5), **assigns)
+dtyped = {"batch": lambda n: rows(n, dtype=torch.float64 if n >= CHANGE else torch.float32), "by": sgd}
+add("the model changes its dtype", change=lambda t: t.model.double(), **dtyped, **EITHER)
 add("layers are trained by turns", "As in a GAN.", model=Towers, by=adamw, before=_swap_towers)
 add("weights are written to", "By the user before every step.", by=adamw, before=_disturb)
 
@@ -111,22 +102,15 @@ def _set_numbers(training: Training) -> None:
     training.model[1].momentum, training.model[2].p = 0.5, 0.25
 
 
-def _with_dropout(*more: nn.Module) -> nn.Sequential:
-    return chain(nn.BatchNorm1d(8), nn.Dropout(0.5), *more)
+def _switch(part: Callable[[Any], nn.Module], training: Training, number: int) -> None:
+    part(training.model).train(number % 6 < 3)
 
 
-for name, says, part in (
-    ("the model", "And back; a step of evaluation is a loop or a program of its own.", lambda model: model),
-    ("a part of the model", "And back.", lambda model: model[1]),
-):
-    add(
-        f"{name} is switched to evaluation",
-        says,
-        model=lambda: _with_dropout(nn.Tanh()),
-        before=lambda t, number, part=part: part(t.model).train(number % 6 < 3),
-        **EITHER,
-    )
-add("settings of modules change", model=_with_dropout, change=_set_numbers, **EITHER)
+switched = partial(add, model=lambda: chain(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh()), **EITHER)
+says = "And back; a step of evaluation is a loop or a program of its own."
+switched("the model is switched to evaluation", says, before=partial(_switch, lambda model: model))
+switched("a part of the model is switched to evaluation", "And back.", before=partial(_switch, lambda model: model[1]))
+switched("settings of modules change", change=_set_numbers)
 
 # ------------------------------------------------------------------------------------------------------------- errors
 
@@ -182,13 +166,8 @@ of_towers("an error in the forward", "An index is out of range, and weights stay
 of_towers("an error in the backward, clipped", "The optimizer waits.", loss=_fails_backward, clip=1.0)
 of_towers("an error in the backward", "At its beginning, so no gradient was final.", loss=_fails_backward, count=1)
 of_towers("an error late in the backward", "Nothing was updated.", loss=_fails_late_in_backward, count=1, clip=1.0)
-failing(
-    "an error of the users",
-    loss=_fails_in_python,
-    batch=lambda n: rows(n, 3 if n in (0, 5, 9) else 12),
-    count=1,
-    **EITHER,
-)
+small = {"batch": lambda n: rows(n, 3 if n in (0, 5, 9) else 12), "count": 1}
+failing("an error of the users", loss=_fails_in_python, **small, **EITHER)
 failing("an error in the second micro batch", loss=_fails_with_an_index, batch=partial(_failing, first=6))
 add("an error of the optimizer", by=sgd, before=_break_settings, fails=True, clip=1.0)
 failing("a key is missing at times", batch=lambda n: {"x": rows(n)["x"]} if n in (4, 9) else rows(n))

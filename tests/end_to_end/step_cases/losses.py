@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import random as python_random
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.end_to_end.step_cases import models
 from tests.end_to_end.step_cases.cases import CHANGE, EITHER, RAISES, Training, add, case, loop, loss, refused, train
-from tests.end_to_end.step_cases.models import CLASSES, Batch, Texts, chain, momentum, mse, off, random, rows, words
+from tests.end_to_end.step_cases.models import CLASSES, Batch, Texts, Wrapped, chain, momentum, mse, off, rows, words
 
 _logger = logging.getLogger(__name__)
 
@@ -21,7 +23,6 @@ NOT_ONE_GRAPH = loop("not one graph")
 AS_TORCH_COMPILE = refused("does not currently support double backward", RuntimeError)
 """Of a loss whose backward torch.compile refuses too."""
 TEXTS = {"model": Texts, "batch": words}
-
 
 # ----------------------------------------------------------------------------------------------------- numbers read
 
@@ -45,13 +46,11 @@ def a_term_only_where_a_mask_has_something(model: nn.Module, batch: Batch) -> to
     return loss
 
 
-@loss(**READS)
-def a_branch_on_a_tensor(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Another loss where it is large."""
-    loss = mse(model, batch)
+def _or_its_root(loss: torch.Tensor) -> torch.Tensor:
     return loss.sqrt() if loss > 1.2 else loss
 
 
+add("a branch on a tensor", "Another loss where it is large.", loss=lambda m, b: _or_its_root(mse(m, b)), **READS)
 add("a division by a number", loss=lambda m, batch: mse(m, batch) / float(batch["x"].abs().sum()))
 add("a mask by indices", loss=lambda m, batch: (m(batch["x"])[batch["y"] > 0] - 1).square().mean(), **READS)
 
@@ -177,23 +176,21 @@ def the_loss_is_kept(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 add("a weight is global", "It is one, and stays so.", loss=lambda m, batch: mse(m, batch) * total["weight"])
-add(
-    "Python throws dice",
-    loss=lambda m, batch: (
-        mse(m, batch) * (0.5 if python_random.Random(int(batch["x"].shape[0])).random() > 0.5 else 1.0)
-    ),
-    **NOT_ONE_GRAPH,
-)
+
+
+def _throw_dice(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return mse(model, batch) * (0.5 if python_random.Random(int(batch["x"].shape[0])).random() > 0.5 else 1.0)
+
+
+add("Python throws dice", loss=_throw_dice, **NOT_ONE_GRAPH)
 
 
 @case(**EITHER)
 def a_weight_that_another_step_changes() -> Training:
     """A number that the loss function refers to, and that grows from step to step."""
     weight = [1.0]
-    return train(
-        loss=lambda m, batch: mse(m, batch) * weight[0],
-        before=lambda _, number: weight.__setitem__(0, 1.0 + number // 4),
-    )
+    grow = lambda _, number: weight.__setitem__(0, 1.0 + number // 4)  # noqa: E731
+    return train(loss=lambda m, batch: mse(m, batch) * weight[0], before=grow)
 
 
 @case()
@@ -224,28 +221,24 @@ def noise_in_the_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------- other forms
 
 
+@dataclass
 class WithMargin:
     """A loss function that is a method of an object with settings."""
 
-    def __init__(self, margin: float) -> None:
-        self.margin = margin
+    margin: float
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return off(model, batch).abs().sub(self.margin).relu().mean()
 
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return self.loss(model, batch)
+    __call__ = loss
 
 
-class LossModule(nn.Module):
-    """A loss that has a parameter, which is not the model's."""
+def _weighted(own: Any, model: nn.Module, batch: Batch) -> torch.Tensor:
+    return (off(model, batch).square() * own.weights).mean()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.ones(CLASSES), requires_grad=False)
 
-    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return (off(model, batch).square() * self.weights).mean()
+def _loss_module() -> nn.Module:
+    return Wrapped(_weighted, weights=nn.Parameter(torch.ones(CLASSES), requires_grad=False))
 
 
 def _scaled(model: nn.Module, batch: Batch, scale: float) -> torch.Tensor:
@@ -258,7 +251,7 @@ def _train_by(of: Any) -> Training:
 
 add("a method is the loss function", "Of an object.", _train_by, of=lambda: WithMargin(0.1).loss)
 add("an object is the loss function", "Which can be called.", _train_by, of=lambda: WithMargin(0.1))
-add("a module is the loss function", "With a frozen parameter of its own.", _train_by, of=LossModule)
+add("a module is the loss function", "With a frozen parameter of its own.", _train_by, of=_loss_module)
 add("a partial function is the loss function", "With a number.", loss=partial(_scaled, scale=0.5))
 
 
@@ -266,12 +259,8 @@ add("a partial function is the loss function", "With a number.", loss=partial(_s
 def a_parameter_of_the_loss_function() -> Training:
     """It is trained by the same optimizer, but does not belong to the model."""
     model, scale = chain(), nn.Parameter(torch.tensor(1.0))
-    return train(
-        model,
-        lambda m, batch: mse(m, batch) * scale.exp() - scale,
-        by=momentum([*model.parameters(), scale]),
-        watched=lambda _: scale,
-    )
+    optimizer = momentum([*model.parameters(), scale])
+    return train(model, lambda m, b: mse(m, b) * scale.exp() - scale, by=optimizer, watched=lambda _: scale)
 
 
 @loss()
@@ -281,25 +270,17 @@ def a_tuple_that_begins_with_the_loss(model: nn.Module, batch: Batch) -> Any:
     return nn.functional.mse_loss(out, batch["y"]), out.detach()
 
 
-add("a loss in float64", loss=lambda m, batch: nn.functional.mse_loss(m(batch["x"]).double(), batch["y"].double()))
-add(
-    "a loss of shape one",
-    loss=lambda m, batch: mse(m, batch)[None],
-    **refused("returned a Tensor of shape \\[1\\] as the loss"),
-)
+for name, returned, loss_fn in (
+    ("a loss of shape one", "Tensor of shape \\[1\\]", lambda m, batch: mse(m, batch)[None]),
+    ("a dictionary without a loss", "dict", lambda m, batch: {"mse": mse(m, batch)}),
+    ("a number of python", "float", lambda m, batch: 1.0),
+):
+    add(name, loss=loss_fn, **refused(f"returned a {returned} as the loss"))
 add("a dictionary that has the loss", loss=lambda m, batch: {"loss": mse(m, batch), "size": batch["x"].shape[0]})
-add(
-    "a dictionary without a loss",
-    loss=lambda m, batch: {"mse": mse(m, batch)},
-    **refused("returned a dict as the loss"),
-)
-add("a number of python", loss=lambda m, batch: 1.0, **refused("returned a float as the loss"))
+add("a loss in float64", loss=lambda m, batch: nn.functional.mse_loss(m(batch["x"]).double(), batch["y"].double()))
 add("a loss without a graph", loss=lambda m, batch: mse(m, batch).detach(), **RAISES)
 add("a loss that is not finite", loss=lambda m, batch: mse(m, batch) / (batch["x"] * 0).sum(), **EITHER)
-add(
-    "weights that decay by the loss",
-    loss=lambda m, batch: mse(m, batch) + 0.01 * sum(parameter.abs().sum() for parameter in m.parameters()),
-)
+add("weights that decay by the loss", loss=lambda m, b: mse(m, b) + 0.01 * sum(p.abs().sum() for p in m.parameters()))
 add("two calls of the model", loss=lambda m, batch: mse(m, batch) + (m(batch["x"]) + m(-batch["x"])).square().mean())
 
 
@@ -310,12 +291,8 @@ def a_contrast_between_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(features @ features.T / 0.1, torch.arange(len(features)))
 
 
-@loss(rtol=1e-2, atol=1e-3)
-def autocast_inside_of_the_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Matrix multiplications in bfloat16."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(batch["x"])
-    return nn.functional.mse_loss(out.float(), batch["y"])
+says = "Matrix multiplications in bfloat16."
+add("autocast inside of the loss", says, loss=models.autocast_mse, rtol=1e-2, atol=1e-3)
 
 
 @loss(count=1)
@@ -353,7 +330,7 @@ def the_mode_is_switched_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _with_texts(number: int) -> dict[str, Any]:
-    return {**rows(number), "t": torch.randint(1, CLASSES, (12, 2), generator=random(number))}
+    return {**rows(number), "t": words(number)["words"][:, :2].clamp(1, CLASSES - 1)}
 
 
 @loss(batch=_with_texts, **NOT_ONE_GRAPH)

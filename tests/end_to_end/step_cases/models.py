@@ -57,6 +57,13 @@ def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
+def autocast_mse(model: nn.Module, batch: Batch, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return the mean squared error of a model whose matmuls are in lower precision."""
+    with torch.autocast("cpu", dtype=dtype):
+        out = model(batch["x"])
+    return nn.functional.mse_loss(out.float(), batch["y"])
+
+
 def off(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return what the outputs of a model are off by."""
     return model(batch["x"]) - batch["y"]

@@ -11,21 +11,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
-from tests.end_to_end.step_cases.cases import CHANGE, EITHER, Training, add, case, loop, refused, train
-from tests.end_to_end.step_cases.models import (
-    CLASSES,
-    WIDTH,
-    WORDS,
-    Texts,
-    Towers,
-    Wrapped,
-    chain,
-    convolutions,
-    entropy,
-    images,
-    word_entropy,
-    words,
-)
+from tests.end_to_end.step_cases.cases import CHANGE, EITHER, Training, add, add_images, add_texts, loop, refused
+from tests.end_to_end.step_cases.models import CLASSES, WIDTH, WORDS, Texts, Towers, Wrapped, chain
 
 # ------------------------------------------------------------------------------------- statistics and random numbers
 
@@ -72,68 +59,52 @@ for number, (name, make) in enumerate(MIDDLES.items()):
     add(name, model=partial(_chain_with, make), count=1 + number % 4)
 
 
-def _invert() -> nn.Module:
-    return Wrapped(
-        lambda own, x: torch.linalg.solve(own.a + 4 * torch.eye(8), x.T).T, a=nn.Parameter(torch.randn(8, 8))
-    )
+def _invert(own: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.solve(own.a + 4 * torch.eye(8), x.T).T
 
 
-for name, make, ends in (
-    (
-        "batch norm with a cumulative average",  # it reads the number of its calls from a tensor, to divide by it
-        partial(BATCH_NORM, momentum=None),
-        loop("the loss function is not one graph"),
+NOT_ONE_GRAPH = loop("the loss function is not one graph")
+DIFFERENTLY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    # It reads the number of its calls from a tensor, to divide by it.
+    "batch norm with a cumulative average": (partial(BATCH_NORM, momentum=None), NOT_ONE_GRAPH),
+    "a matrix is inverted": (
+        lambda: Wrapped(_invert, a=nn.Parameter(torch.randn(8, 8))),
+        loop("falls back: node with_effects carries an effect token"),
     ),
-    ("a matrix is inverted", _invert, loop("falls back: node with_effects carries an effect token")),
-    (
-        "writes that no backward survives",
+    "writes that no backward survives": (
         _computing(lambda x: x.tanh_().mul_(2)),
         refused("modified by an inplace operation", BackendCompilerFailed),
     ),
-):
+}
+for name, (make, ends) in DIFFERENTLY.items():
     add(name, model=partial(_chain_with, make), **ends)
 
 
-def _dropout() -> nn.Module:
-    return chain(nn.Dropout(0.5))
+def _in_part_evaluated() -> nn.Module:
+    model = chain(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model[:3].eval()
+    return model
+
+
+def _with_instance_norm() -> nn.Module:
+    norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    behind = (nn.ConvTranspose2d(4, 2, 2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, CLASSES))
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Dropout2d(0.5), nn.ReLU(), *behind)
 
 
 compiled = {"is_compiled": True, "rtol": 1e-3}
+dropout = {"model": lambda: chain(nn.Dropout(0.5)), "is_compiled": True}
+attention = partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True)
 add("dropout as a function", model=lambda: chain(Wrapped(lambda own, x: nn.functional.dropout(x, 0.5))), count=3)
-add(
-    "dropout with eager bodies beside a compiled step",
-    model=_dropout,
-    options={"runtime.bodies": "eager"},
-    is_compiled=True,
-)
-add("dropout compiled", model=_dropout, is_compiled=True)
+add("dropout with eager bodies beside a compiled step", options={"runtime.bodies": "eager"}, **dropout)
+add("dropout compiled", **dropout)
 add("two towers compiled", "Everything is compiled, as users have it.", model=Towers, clip=1.0, **compiled)
-add(
-    "attention compiled",
-    model=lambda: Texts(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
-    loss=word_entropy,
-    batch=words,
-    **compiled,
-)
-add("convolutions compiled", "With statistics.", model=convolutions, loss=entropy, batch=images, **compiled)
-
-
-@case()
-def a_part_in_evaluation() -> Training:
-    """The body of a model keeps its statistics and its dropout off, the head does not."""
-    model = chain(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-    model[:3].eval()
-    return train(model, count=3)
-
-
-@case()
-def statistics_of_images() -> Training:
-    """Instance norm that keeps them, and whole channels that are dropped."""
-    norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
-    behind = (nn.ConvTranspose2d(4, 2, 2), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(CLASSES))
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Dropout2d(0.5), nn.ReLU(), *behind)
-    model(torch.zeros(1, 3, 8, 8))
-    return train(model, loss=entropy, batch=images)
+add_texts("attention compiled", model=lambda: Texts(attention(dropout=0.0)), **compiled)
+add_images("convolutions compiled", "With statistics.", **compiled)
+says = "The body of a model keeps its statistics and its dropout off, the head does not."
+add("a part in evaluation", says, model=_in_part_evaluated, count=3)
+says = "Instance norm that keeps them, and whole channels that are dropped."
+add_images("statistics of images", says, model=_with_instance_norm)
 
 
 # ------------------------------------------------------------------------------- recurrence, embeddings, attention
@@ -173,7 +144,6 @@ def _embedded(**settings: Any) -> Callable[[], Texts]:
     return lambda: Texts(embedding=nn.Embedding(WORDS, 8, **settings))
 
 
-NOT_ONE_GRAPH = loop("not one graph")
 TEXTS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
     ("an LSTM", lambda: Texts(nn.LSTM(8, 8, batch_first=True)), NOT_ONE_GRAPH),
     ("a GRU with two directions", lambda: Texts(_gru()), NOT_ONE_GRAPH),
@@ -183,18 +153,13 @@ TEXTS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
     ("an embedding of limited norm", _embedded(max_norm=0.5), loop("loop")),
     ("an embedding by frequency", _embedded(scale_grad_by_freq=True), {}),
     ("a sparse embedding", _embedded(sparse=True), loop("loop")),
-    ("a transformer's layer", lambda: Texts(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)), {}),
+    ("a transformer's layer", lambda: Texts(attention(dropout=0.1)), {}),
     ("attention with a causal mask", lambda: Texts(Wrapped(_attend, qkv=nn.Linear(8, 24))), {}),
     ("convolution over words", lambda: Texts(_convolve()), {}),
 ]
 for number, (name, make, ends) in enumerate(TEXTS):
-    add(name, model=make, loss=word_entropy, batch=words, count=1 + number % 3, **ends)
-add(
-    "bags of words",
-    model=lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, mode="sum"), nn.Linear(8, CLASSES)),
-    loss=word_entropy,
-    batch=words,
-)
+    add_texts(name, model=make, count=1 + number % 3, **ends)
+add_texts("bags of words", model=lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, mode="sum"), nn.Linear(8, CLASSES)))
 
 # ----------------------------------------------------------------------------------------------------- checkpointing
 
@@ -209,11 +174,8 @@ def _checkpointed(*middle: nn.Module, use_reentrant: bool = False) -> nn.Module:
 
 
 add("checkpointing", "What is between is computed again.", model=_checkpointed)
-add(
-    "checkpointing with dropout",
-    model=lambda: _checkpointed(nn.Dropout(0.5)),
-    **loop("falls back: node run_and_save_rng_state"),
-)
+random = loop("falls back: node run_and_save_rng_state")
+add("checkpointing with dropout", model=lambda: _checkpointed(nn.Dropout(0.5)), **random)
 add("reentrant checkpointing", "A backward inside of a backward.", model=partial(_checkpointed, use_reentrant=True))
 
 # ------------------------------------------------------------------------------------------------------------- hooks
@@ -230,9 +192,18 @@ def _hook_forwards(model: nn.Sequential) -> None:
     model[0].register_forward_hook(lambda module, given, out: out + given[0].sum(-1, keepdim=True))
 
 
+def _hook_backward(model: nn.Sequential) -> None:
+    model[1].register_full_backward_hook(lambda module, given, made: tuple(2 * x for x in given))
+
+
 def _hook_a_parameter(model: nn.Sequential) -> None:
     mask = (torch.arange(8 * WIDTH) % 2).view(8, WIDTH)
     model[0].weight.register_hook(lambda gradient: gradient * mask)
+
+
+def _update_in_backward(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_update)
 
 
 def _clamp_gradients(own: Any, x: torch.Tensor) -> torch.Tensor:
@@ -259,26 +230,17 @@ def _update(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-add("hooks on forwards", "One before changes the input, one behind the output.", model=lambda: _hooked(_hook_forwards))
-add(
-    "hooks on backwards of modules",
-    model=lambda: _hooked(
-        lambda model: model[1].register_full_backward_hook(lambda module, given, made: tuple(2 * x for x in given))
-    ),
-    **loop("not one graph: Module-level backwards hooks"),
-)
-add(
-    "a hook on an activation",
-    model=lambda: Wrapped(_clamp_gradients, body=nn.Linear(WIDTH, 8), head=nn.Linear(8, CLASSES)),
-)
-add("a hook on the gradient of a parameter", model=lambda: _hooked(_hook_a_parameter), **loop("hooks"))
+def _with_head(forward: Callable[..., torch.Tensor], **more: Any) -> nn.Module:
+    return Wrapped(forward, body=nn.Linear(WIDTH, 8), **more, head=nn.Linear(8, CLASSES))
+
+
+says, broken = "One before changes the input, one behind the output.", "not one graph: Module-level backwards hooks"
+add("hooks on forwards", says, model=partial(_hooked, _hook_forwards))
+add("hooks on backwards of modules", model=partial(_hooked, _hook_backward), **loop(broken))
+add("a hook on an activation", model=partial(_with_head, _clamp_gradients))
+add("a hook on the gradient of a parameter", model=partial(_hooked, _hook_a_parameter), **loop("hooks"))
 add("a hook that comes and goes", before=_double_for_a_while, **EITHER, reason="hooks")
-add(
-    "updates inside of the backward",
-    model=lambda: _hooked(lambda model: [p.register_post_accumulate_grad_hook(_update) for p in model.parameters()]),
-    by=None,
-    **loop("hooks"),
-)
+add("updates inside of the backward", model=partial(_hooked, _update_in_backward), by=None, **loop("hooks"))
 
 # ------------------------------------------------------------------------------------------------ functions, graphs
 
@@ -311,11 +273,11 @@ class Quantize(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0]
 
 
-add("a reversed gradient", model=partial(_chain_with, _computing(lambda x: Reverse.apply(x, 0.5))))
-add(
-    "a gradient straight through",
-    model=partial(_chain_with, _computing(lambda x: torch.where(*reversed(Quantize.apply(x)), x))),
-)
+for name, function in (
+    ("a reversed gradient", lambda x: Reverse.apply(x, 0.5)),
+    ("a gradient straight through", lambda x: torch.where(*reversed(Quantize.apply(x)), x)),
+):
+    add(name, model=partial(_chain_with, _computing(function)))
 
 
 def _quantize_vectors(own: Any, x: torch.Tensor) -> torch.Tensor:
@@ -340,51 +302,34 @@ def _enqueue(own: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _replace_buffer(own: Any, x: torch.Tensor) -> torch.Tensor:
     own.mean = 0.9 * own.mean + 0.1 * x.mean(0)
-    return own.linear(x - own.mean)
+    return own.head(own.body(x - own.mean))
 
 
 def _count_calls(own: Any, x: torch.Tensor) -> torch.Tensor:
     own.calls += 1
-    return own.linear(x) * (1 + 0.1 * own.calls)
+    return own.head(own.body(x)) * (1 + 0.1 * own.calls)
 
 
 def _detach_parts(own: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        hidden = own.encode(x)
+        hidden = own.body(x)
     return own.head(hidden.tanh()) + own.other(hidden).detach()
 
 
-add(
-    "a codebook that follows",
-    model=lambda: Wrapped(
-        _quantize_vectors,
-        encode=nn.Linear(WIDTH, 3),
-        decode=nn.Linear(3, CLASSES),
-        book=torch.randn(4, 3),
-        counts=torch.ones(4),
-    ),
-)
-add(
-    "a queue of the last features",
-    model=lambda: Wrapped(
-        _enqueue, encode=nn.Linear(WIDTH, 5), queue=torch.randn(20, 5), place=torch.zeros((), dtype=torch.int64)
-    ),
-    loss=lambda m, batch: m(batch["x"]).logsumexp(-1).mean(),
-)
-add(
-    "a buffer that is replaced",
-    model=lambda: Wrapped(_replace_buffer, linear=nn.Linear(WIDTH, CLASSES), mean=torch.zeros(WIDTH)),
-    **loop("or the model assigns some"),
-)
-add(
-    "a count of calls in python",
-    model=lambda: Wrapped(_count_calls, linear=nn.Linear(WIDTH, CLASSES), calls=0),
-    watched=lambda t: t.model.calls,
-    **loop(),
-)
-add(
-    "parts without gradients",
-    model=lambda: Wrapped(
-        _detach_parts, encode=nn.Linear(WIDTH, 8), other=nn.Linear(8, CLASSES), head=nn.Linear(8, CLASSES)
-    ),
-)
+def _with_a_codebook() -> nn.Module:
+    encode, decode = nn.Linear(WIDTH, 3), nn.Linear(3, CLASSES)
+    return Wrapped(_quantize_vectors, encode=encode, decode=decode, book=torch.randn(4, 3), counts=torch.ones(4))
+
+
+def _with_a_queue() -> nn.Module:
+    place = torch.zeros((), dtype=torch.int64)
+    return Wrapped(_enqueue, encode=nn.Linear(WIDTH, 5), queue=torch.randn(20, 5), place=place)
+
+
+counted = {"model": lambda: _with_head(_count_calls, calls=0), "watched": lambda t: t.model.calls}
+replaced = {"model": lambda: _with_head(_replace_buffer, mean=torch.zeros(WIDTH)), **loop("or the model assigns some")}
+add("a codebook that follows", model=_with_a_codebook)
+add("a queue of the last features", model=_with_a_queue, loss=lambda m, b: m(b["x"]).logsumexp(-1).mean())
+add("a buffer that is replaced", **replaced)
+add("a count of calls in python", **counted, **loop())
+add("parts without gradients", model=lambda: _with_head(_detach_parts, other=nn.Linear(8, CLASSES)))

@@ -58,20 +58,16 @@ def _with_tensor_rate(make: Make) -> Training:
     return train(by=partial(make, lr=rate), before=lambda _, number: rate.fill_(0.05 / (1 + number)), count=1)
 
 
-for name, make in {
-    "SGD": partial(optim.SGD, momentum=0.9),
-    "AdamW": partial(optim.AdamW, eps=EPS),
-    "Adam with fused": partial(optim.Adam, fused=True, eps=EPS),
-}.items():
+for name, make in (("SGD", momentum), ("AdamW", fast), ("Adam with fused", partial(adam, fused=True))):
     says = "Its learning rate is a tensor, which is written to between steps."
     add(f"{name} with a tensor for a rate", says, partial(_with_tensor_rate, make))
 
-add(
-    "muon",
-    model=lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)),
-    by=partial(optim.Muon, lr=0.01),
-    count=1,
-)
+
+def _without_biases() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
+
+
+add("muon", model=_without_biases, by=partial(optim.Muon, lr=0.01), count=1)
 add("lbfgs", by=optim.LBFGS, count=1, **refused("LBFGS.step needs closure", ApolloError))
 
 
@@ -102,11 +98,8 @@ def sparse_adam() -> Training:
     return train(model, word_entropy, batch=words, by=both, count=1)
 
 
-add(
-    "two optimizers in one",
-    params=lambda model: model,
-    by=lambda model: Both(sgd(model[0].parameters()), fast(model[2].parameters())),
-)
+both = {"by": lambda model: Both(sgd(model[0].parameters()), fast(model[2].parameters()))}
+add("two optimizers in one", params=lambda model: model, **both)
 
 
 class SignSGD(optim.Optimizer):
@@ -179,21 +172,25 @@ add("a capturable optimizer on the host", by=partial(optim.Adam, capturable=True
 
 # ---------------------------------------------------------------------------------------------------------- groups
 
-add(
-    "groups with settings of their own",
-    by=adamw,
-    params=lambda model: [
+
+def _groups_of_three(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [
         {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0},
         {"params": [model[2].weight], "lr": 0.1, "amsgrad": True},
         {"params": [model[0].weight], "betas": (0.5, 0.9)},
-    ],
-    clip=1.0,
-)
-add(
-    "a group that comes later",
-    params=lambda model: model[0].parameters(),
-    change=lambda t: t.optimizer.add_param_group({"params": list(t.model[2].parameters()), "lr": 0.01}),
-)
+    ]
+
+
+def _groups_by_layer(model: nn.Sequential, **settings: Any) -> list[dict[str, Any]]:
+    return [{"params": model[0].parameters()}, {"params": model[2].parameters(), **settings}]
+
+
+def _groups_of_two_models(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": model.parameters()}, {"params": nn.Linear(2, 2).parameters()}]
+
+
+def _add_group(training: Training) -> None:
+    training.optimizer.add_param_group({"params": list(training.model[2].parameters()), "lr": 0.01})
 
 
 def _drop_group(training: Training) -> None:
@@ -211,31 +208,14 @@ def _leave_gradients(training: Training, number: int) -> None:
     training.optimizer.param_groups[1]["params"][0].grad = torch.full((2, 2), 1.0 + number)
 
 
-add(
-    "a group that goes",
-    by=fast,
-    params=lambda model: [{"params": each.parameters()} for each in (model[0], model[2])],
-    change=_drop_group,
-    count=1,
-)
-add(
-    "a parameter moves to another group",
-    by=partial(momentum, lr=0.05),
-    params=lambda model: [
-        {"params": model[0].parameters()},
-        {"params": model[2].parameters(), "lr": 0.2, "momentum": 0.5},
-    ],
-    change=_move_parameter,
-    count=3,
-)
+add("groups with settings of their own", by=adamw, params=_groups_of_three, clip=1.0)
+add("a group that comes later", params=lambda model: model[0].parameters(), change=_add_group)
+add("a group that goes", by=fast, params=_groups_by_layer, change=_drop_group, count=1)
+moving = {"by": partial(momentum, lr=0.05), "params": partial(_groups_by_layer, lr=0.2, momentum=0.5), "count": 3}
+add("a parameter moves to another group", change=_move_parameter, **moving)
 add("parameters without an optimizer", by=fast, params=lambda model: model[2].parameters(), count=1)
-add(
-    "parameters of another model",
-    params=lambda model: [{"params": model.parameters()}, {"params": nn.Linear(2, 2).parameters()}],
-    before=_leave_gradients,
-    watched=lambda t: t.optimizer.param_groups[1]["params"],
-    count=1,
-)
+others = {"params": _groups_of_two_models, "watched": lambda t: t.optimizer.param_groups[1]["params"]}
+add("parameters of another model", before=_leave_gradients, count=1, **others)
 
 # ------------------------------------------------------------------------------------------------------- schedulers
 
@@ -264,14 +244,14 @@ for name, scheduler, make in (
     ("a warm-up before a cosine", _warm_up, partial(momentum, nesterov=True)),
 ):
     add(name, make=partial(_scheduled, scheduler, make))
-add(
-    "settings changed by hand",
-    by=adamw,
-    before=lambda t, number: t.optimizer.param_groups[0].update(
-        weight_decay=0.1 * number, betas=(0.9 - 0.01 * number, 0.99), amsgrad=False
-    ),
-    count=1,
-)
+
+
+def _set_by_hand(training: Training, number: int) -> None:
+    settings = {"weight_decay": 0.1 * number, "betas": (0.9 - 0.01 * number, 0.99), "amsgrad": False}
+    training.optimizer.param_groups[0].update(settings)
+
+
+add("settings changed by hand", by=adamw, before=_set_by_hand, count=1)
 
 # ------------------------------------------------------------------------------------------------- state and hooks
 
@@ -297,8 +277,7 @@ add("state of the optimizer is scaled", "In place, by the user.", before=_scale_
 def state_of_two_parameters_is_one_tensor() -> Training:
     """Two momenta share memory, so the order of updates matters."""
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
-    optimizer = momentum(model.parameters())
-    shared = torch.zeros(6, 6)
+    optimizer, shared = momentum(model.parameters()), torch.zeros(6, 6)
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = shared
     return train(model, lambda m, batch: m(batch["x"]).square().mean(), by=optimizer, count=1)
@@ -348,9 +327,8 @@ def the_step_of_an_optimizer_is_replaced() -> Training:
         count[0] += 1
         return own(closure) if count[0] % 2 else None
 
-    return train(
-        model, by=optimizer, change=lambda _: setattr(optimizer, "step", skip), watched=lambda _: count, count=1
-    )
+    replace = lambda _: setattr(optimizer, "step", skip)  # noqa: E731
+    return train(model, by=optimizer, change=replace, watched=lambda _: count, count=1)
 
 
 @case()
@@ -358,10 +336,5 @@ def an_average_of_weights() -> Training:
     """Another model follows after every step."""
     model = chain()
     average = optim.swa_utils.AveragedModel(model, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    return train(
-        model,
-        by=sgd,
-        before=lambda *_: average.update_parameters(model),
-        watched=lambda _: list(average.parameters()),
-        count=1,
-    )
+    following = {"before": lambda *_: average.update_parameters(model), "watched": lambda _: [*average.parameters()]}
+    return train(model, by=sgd, count=1, **following)

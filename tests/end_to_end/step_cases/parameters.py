@@ -12,28 +12,11 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.end_to_end.step_cases.cases import CHANGE, RAISES, Training, add, case, loop, refused, train
-from tests.end_to_end.step_cases.models import (
-    CLASSES,
-    WIDTH,
-    WORDS,
-    Batch,
-    Texts,
-    Wrapped,
-    adamw,
-    chain,
-    convolutions,
-    entropy,
-    images,
-    momentum,
-    mse,
-    rows,
-    sgd,
-    word_entropy,
-    words,
-)
+from tests.end_to_end.step_cases import models
+from tests.end_to_end.step_cases.cases import CHANGE, RAISES, Training, add, add_texts, case, loop, refused, train
+from tests.end_to_end.step_cases.models import CLASSES, WIDTH, WORDS, Texts, Wrapped, adamw, chain, mse, rows, sgd
 
-OPTIMIZERS = {"SGD": sgd, "momentum": momentum, "AdamW": adamw}
+OPTIMIZERS = {"SGD": sgd, "momentum": models.momentum, "AdamW": adamw}
 
 
 def _linear() -> nn.Linear:
@@ -42,17 +25,12 @@ def _linear() -> nn.Linear:
 
 # ----------------------------------------------------------------------------------------------------------- dtypes
 
+says = "All parameters and batches are of this dtype."
 for dtype, rtol in {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 4e-3}.items():
     for kind, make in OPTIMIZERS.items():
-        add(
-            f"{str(dtype).removeprefix('torch.')} with {kind}",
-            "All parameters and batches are of this dtype.",
-            model=lambda dtype=dtype: chain().to(dtype),
-            by=make,
-            batch=partial(rows, dtype=dtype),
-            rtol=rtol,
-            atol=rtol / 3,
-        )
+        name = f"{str(dtype).removeprefix('torch.')} with {kind}"
+        typed = {"model": lambda dtype=dtype: chain().to(dtype), "batch": partial(rows, dtype=dtype)}
+        add(name, says, by=make, rtol=rtol, atol=rtol / 3, **typed)
 
 
 def _mixed() -> nn.Module:
@@ -60,23 +38,15 @@ def _mixed() -> nn.Module:
     return Wrapped(lambda own, x: own.head(own.body(x.bfloat16()).tanh().double()), body=body, head=head)
 
 
-for make, clip in ((momentum, None), (adamw, 0.1)):
-    add(
-        f"bfloat16 and float64 in one model{', clipped' if clip else ''}",
-        "One dtype after the other.",
-        model=_mixed,
-        loss=lambda m, batch: nn.functional.mse_loss(m(batch["x"]), batch["y"].double()),
-        by=make,
-        clip=clip,
-        rtol=2e-2,
-        atol=6e-3,
-    )
-add(
-    "a complex parameter",
-    model=lambda: Wrapped(lambda own, x: (x * own.a).sum(-1).abs(), a=nn.Parameter(torch.randn(WIDTH) + 1j)),
-    loss=lambda m, batch: m(batch["x"]).mean(),
-    count=1,
-)
+def _complex() -> nn.Module:
+    return Wrapped(lambda own, x: (x * own.a).sum(-1).abs(), a=nn.Parameter(torch.randn(WIDTH) + 1j))
+
+
+wide = {"loss": lambda m, batch: nn.functional.mse_loss(m(batch["x"]), batch["y"].double()), "rtol": 2e-2, "atol": 6e-3}
+mixed = partial(add, says="One dtype after the other.", model=_mixed, **wide)
+mixed("bfloat16 and float64 in one model")
+mixed("bfloat16 and float64 in one model, clipped", by=adamw, clip=0.1)
+add("a complex parameter", model=_complex, loss=lambda m, batch: m(batch["x"]).mean(), count=1)
 
 
 @case()
@@ -102,24 +72,22 @@ def _scaled(dtype: torch.dtype) -> nn.Module:
 
 scaled = partial(add, by=sgd, clip=0.1, rtol=1e-4)
 scaled("a parameter without dimensions", model=partial(_scaled, torch.float32), by=adamw, clip=None)
-scaled("a parameter without dimensions, clipped", model=partial(_scaled, torch.float32), by=momentum)
+scaled("a parameter without dimensions, clipped", model=partial(_scaled, torch.float32), by=models.momentum)
 scaled("a parameter without dimensions in bfloat16, clipped", model=partial(_scaled, torch.bfloat16), rtol=4e-3)
 scaled("a parameter without dimensions in float64, clipped", model=partial(_scaled, torch.float64))
-add(
-    "a parameter without elements",
-    model=lambda: Wrapped(
-        lambda own, x: own.linear(x) + own.extra.sum(), linear=_linear(), extra=nn.Parameter(torch.zeros(0))
-    ),
-    by=adamw,
-    clip=1.0,
-)
-add(
-    "a hundred small parameters",
-    model=lambda: nn.Sequential(
-        *(layer for _ in range(25) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))), _linear()
-    ),
-    by=sgd,
-)
+
+
+def _with_nothing() -> nn.Module:
+    return Wrapped(lambda own, x: own.linear(x) + own.extra.sum(), linear=_linear(), extra=nn.Parameter(torch.zeros(0)))
+
+
+def _of_many() -> nn.Module:
+    layers = [layer for _ in range(25) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))]
+    return nn.Sequential(*layers, _linear())
+
+
+add("a parameter without elements", model=_with_nothing, by=adamw, clip=1.0)
+add("a hundred small parameters", model=_of_many, by=sgd)
 
 # ---------------------------------------------------------------------------------------------------------- layouts
 
@@ -138,21 +106,12 @@ for name, says, make_weight in (
     ("of a diagonal", "Elements are those of a diagonal.", lambda: torch.randn(8, WIDTH, WIDTH).diagonal(0, 1, 2)),
 ):
     for count, (kind, make) in enumerate(OPTIMIZERS.items(), 1):
-        model = partial(_with_weight, make_weight)
-        add(f"a weight {name}, with {kind}", says, model=model, by=make, count=count)
-add(
-    "an expanded weight",
-    model=partial(_with_weight, lambda: torch.randn(1, WIDTH).expand(8, WIDTH)),
-    by=sgd,
-    count=1,
-    **RAISES,
-)
-add(
-    "channels last",
-    model=lambda: convolutions().to(memory_format=torch.channels_last),
-    loss=entropy,
-    batch=lambda n: {**images(n), "x": images(n)["x"].to(memory_format=torch.channels_last)},
-)
+        add(f"a weight {name}, with {kind}", says, model=partial(_with_weight, make_weight), by=make, count=count)
+expanded = partial(_with_weight, lambda: torch.randn(1, WIDTH).expand(8, WIDTH))
+add("an expanded weight", model=expanded, by=sgd, count=1, **RAISES)
+last = {"memory_format": torch.channels_last}
+images = {"loss": models.entropy, "batch": lambda n: {**models.images(n), "x": models.images(n)["x"].to(**last)}}
+add("channels last", model=lambda: models.convolutions().to(**last), **images)
 
 # --------------------------------------------------------------------------------------------------- shared memory
 
@@ -164,7 +123,7 @@ def _tied() -> Texts:
     return model
 
 
-add("tied weights", model=_tied, loss=word_entropy, batch=words, by=adamw)
+add_texts("tied weights", model=_tied, by=adamw)
 
 
 def _sharing(share: Callable[[nn.Sequential], None]) -> nn.Sequential:
@@ -173,12 +132,8 @@ def _sharing(share: Callable[[nn.Sequential], None]) -> nn.Sequential:
     return model
 
 
-def _share_all(model: nn.Sequential) -> None:
-    model[4].weight.data = model[2].weight.data
-
-
-def _share_transposed(model: nn.Sequential) -> None:
-    model[4].weight.data = model[2].weight.data.T
+def _share_all(model: nn.Sequential, view: Callable[[torch.Tensor], torch.Tensor] = lambda data: data) -> None:
+    model[4].weight.data = view(model[2].weight.data)
 
 
 def _share_some(model: nn.Sequential) -> None:
@@ -197,15 +152,15 @@ def _cut_like(model: nn.Module, flat: torch.Tensor) -> list[torch.Tensor]:
     return [part.view_as(parameter) for part, parameter in zip(parts, model.parameters(), strict=True)]
 
 
+by_own = "Each is updated by its own gradient."
 for name, says, share in (
-    ("two parameters in one memory", "Each is updated by its own gradient.", _share_all),
-    ("two parameters in one memory, transposed", "Each is updated by its own gradient.", _share_transposed),
+    ("two parameters in one memory", by_own, _share_all),
+    ("two parameters in one memory, transposed", by_own, partial(_share_all, view=torch.t)),
     ("two parameters that overlap", "Rows in the middle are updated twice.", _share_some),
     ("all parameters in one memory", "As frameworks lay them out that shard models.", _flatten_all),
 ):
     for count, kind in enumerate(("SGD", "AdamW"), 1):
-        model, make = partial(_sharing, share), OPTIMIZERS[kind]
-        add(f"{name}, with {kind}", says, model=model, by=make, count=count)
+        add(f"{name}, with {kind}", says, model=partial(_sharing, share), by=OPTIMIZERS[kind], count=count)
 
 
 def _with_view(forward: Callable[..., torch.Tensor], name: str, view: Callable[..., torch.Tensor]) -> nn.Module:
@@ -214,18 +169,11 @@ def _with_view(forward: Callable[..., torch.Tensor], name: str, view: Callable[.
     return model
 
 
-add(
-    "a buffer that is a view of a parameter",
-    model=lambda: _with_view(lambda own, x: own.linear(x) + own.row.sum().detach(), "row", lambda weight: weight[0]),
-    by=sgd,
-)
-add(
-    "a buffer that is the whole of a parameter",
-    model=lambda: _with_view(lambda own, x: (own.all.mul_(0.99), own.linear(x))[1], "all", lambda weight: weight),
-    by=sgd,
-    count=1,
-    **refused("backend='apollo' raised", BackendCompilerFailed),
-)
+add_row = partial(_with_view, lambda own, x: own.linear(x) + own.row.sum().detach(), "row", lambda weight: weight[0])
+shrink = partial(_with_view, lambda own, x: (own.all.mul_(0.99), own.linear(x))[1], "all", lambda weight: weight)
+raised = refused("backend='apollo' raised", BackendCompilerFailed)
+add("a buffer that is a view of a parameter", model=add_row, by=sgd)
+add("a buffer that is the whole of a parameter", model=shrink, by=sgd, count=1, **raised)
 
 
 @case(**loop("some of them share memory"))
@@ -246,16 +194,13 @@ def _twice() -> nn.Sequential:
     return chain(nn.Tanh(), layer, nn.Tanh(), layer)
 
 
-add(
-    "two parameters with one gradient, clipped",
-    "Clipping multiplies the gradient of each in place, once.",
-    model=lambda: Wrapped(
-        lambda own, x: own.linear(x) + own.pair[0] + own.pair[1],
-        linear=_linear(),
-        pair=nn.ParameterList(nn.Parameter(torch.zeros(CLASSES)) for _ in range(2)),
-    ),
-    clip=0.1,
-)
+def _with_a_pair() -> nn.Module:
+    pair = nn.ParameterList(nn.Parameter(torch.zeros(CLASSES)) for _ in range(2))
+    return Wrapped(lambda own, x: own.linear(x) + own.pair[0] + own.pair[1], linear=_linear(), pair=pair)
+
+
+says = "Clipping multiplies the gradient of each in place, once."
+add("two parameters with one gradient, clipped", says, model=_with_a_pair, clip=0.1)
 add("a module used twice", "Under two names.", model=_twice, by=adamw, clip=0.5)
 
 
@@ -278,9 +223,7 @@ def a_parameter_reached_by_another_way_too() -> Training:
     """The loss function holds a view of it, made without gradients, so the optimizer steps after the program."""
     model = chain()
     view = model[0].weight.detach()[:2]
-    return train(
-        model, lambda model, batch: mse(model, batch) + view.square().sum() * model[2].bias.sum(), by=sgd, count=1
-    )
+    return train(model, lambda m, batch: mse(m, batch) + view.square().sum() * m[2].bias.sum(), by=sgd, count=1)
 
 
 # -------------------------------------------------------------------------------------------------- made of others
@@ -292,13 +235,12 @@ def _parametrized(change: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
     return model
 
 
-add("weight norm", "Length and direction of a weight.", model=partial(_parametrized, parametrizations.weight_norm))
-add(
-    "spectral norm",
-    "Buffers that every forward writes to.",
-    model=partial(_parametrized, parametrizations.spectral_norm),
-)
-add("an orthogonal weight", "A matrix exponential.", model=partial(_parametrized, parametrizations.orthogonal), count=1)
+for name, says, change in (
+    ("weight norm", "Length and direction of a weight.", parametrizations.weight_norm),
+    ("spectral norm", "Buffers that every forward writes to.", parametrizations.spectral_norm),
+    ("an orthogonal weight", "A matrix exponential.", parametrizations.orthogonal),
+):
+    add(name, says, model=partial(_parametrized, change), count=1 if "orthogonal" in name else 2)
 
 
 class Symmetric(nn.Module):
@@ -321,9 +263,8 @@ def a_low_rank_update_of_a_frozen_weight() -> Training:
     """Half of what is added is zero at first."""
     frozen, head = nn.Linear(WIDTH, 8).requires_grad_(False), nn.Linear(8, CLASSES).requires_grad_(False)
     a, b = nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.zeros(2, 8))
-    model = Wrapped(
-        lambda own, x: own.head((own.frozen(x) + x @ own.a @ own.b).tanh()), frozen=frozen, head=head, a=a, b=b
-    )
+    owned = {"frozen": frozen, "head": head, "a": a, "b": b}
+    model = Wrapped(lambda own, x: own.head((own.frozen(x) + x @ own.a @ own.b).tanh()), **owned)
     return train(model, by=adamw([a, b]), count=3, clip=1.0)
 
 
@@ -331,10 +272,8 @@ def a_low_rank_update_of_a_frozen_weight() -> Training:
 def parameters_in_lists_and_dictionaries() -> Training:
     """And one that nobody uses."""
     lists = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(3))
-    by_name = nn.ParameterDict({"a": nn.Parameter(torch.randn(WIDTH)), "b": nn.Parameter(torch.randn(WIDTH, CLASSES))})
-    model = Wrapped(
-        lambda own, x: (x * sum(own.lists) + own.by_name["a"]) @ own.by_name["b"], lists=lists, by_name=by_name
-    )
+    named = nn.ParameterDict({"a": nn.Parameter(torch.randn(WIDTH)), "b": nn.Parameter(torch.randn(WIDTH, CLASSES))})
+    model = Wrapped(lambda own, x: (x * sum(own.lists) + own.named["a"]) @ own.named["b"], lists=lists, named=named)
     model.unused = nn.Linear(2, 2)
     return train(model, by=adamw)
 
@@ -350,27 +289,15 @@ def _follow(model: Any) -> None:
         slow.lerp_(fast, 0.1)
 
 
-def _taught(model: Any, batch: Batch) -> torch.Tensor:
+def _taught(model: Any, batch: models.Batch) -> torch.Tensor:
     with torch.no_grad():
         target = model.teacher(batch["x"])
     return nn.functional.mse_loss(model(batch["x"]), target) + mse(model, batch)
 
 
-add(
-    "a teacher that follows",
-    model=_with_teacher,
-    loss=lambda m, batch: (_follow(m), _taught(m, batch))[1],
-    by=sgd,
-    params=lambda model: model.student.parameters(),
-)
-add(
-    "a teacher that follows between steps",
-    model=_with_teacher,
-    loss=_taught,
-    by=adamw,
-    params=lambda model: model.student.parameters(),
-    before=lambda t, _: _follow(t.model),
-)
+taught = partial(add, model=_with_teacher, params=lambda model: model.student.parameters())
+taught("a teacher that follows", loss=lambda m, batch: (_follow(m), _taught(m, batch))[1], by=sgd)
+taught("a teacher that follows between steps", loss=_taught, by=adamw, before=lambda t, _: _follow(t.model))
 
 
 @case()

@@ -10,18 +10,11 @@ import torch
 from torch import nn
 
 from tests.end_to_end.step_cases.cases import Training, add
-from tests.end_to_end.step_cases.models import WIDTH, Batch, Towers, adamw, momentum, rows, sgd
+from tests.end_to_end.step_cases.models import WIDTH, Batch, Towers, adamw, autocast_mse, momentum, rows, sgd
 from tests.end_to_end.step_cases.settings import spoiled
 
 CLOSE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-3}
 """Losses and weights are those of eager up to the rounding of bfloat16."""
-
-
-def autocast_mse(model: nn.Module, batch: Batch, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return the mean squared error of a model whose matmuls are in lower precision."""
-    with torch.autocast("cpu", dtype=dtype):
-        out = model(batch["x"])
-    return nn.functional.mse_loss(out.float(), batch["y"])
 
 
 mixed = partial(add, loss=autocast_mse, **CLOSE)
@@ -122,13 +115,6 @@ def _unscale_and_step(training: Training, number: int) -> None:
     training.model.zero_grad()
 
 
-add(
-    "autocast: float16 with a scale that changes",
-    "The user unscales gradients and steps, as a GradScaler does.",
-    loss=_scaled,
-    batch=_with_scale,
-    by=None,
-    before=_unscale_and_step,
-    rtol=4e-3,
-    atol=1e-3,
-)
+says = "The user unscales gradients and steps, as a GradScaler does."
+scaled = {"loss": _scaled, "batch": _with_scale, "by": None, "before": _unscale_and_step, "rtol": 4e-3, "atol": 1e-3}
+add("autocast: float16 with a scale that changes", says, **scaled)
