@@ -34,29 +34,28 @@ from tests.end_to_end.models import (
     UNTIL_PROVEN_S,
     Tower,
     TwoTowers,
-    assert_same_training,
-    train,
+    assert_trains_as_in_eager,
     two_tower_inputs,
+    two_tower_loss,
 )
+
+LANES = pytest.param(TwoTowers(), id="lanes", marks=pytest.mark.soak)
 
 
 @needs_two_cores
-@pytest.mark.parametrize(
-    "model", [pytest.param(Tower(64, 1), id="one lane"), pytest.param(TwoTowers(), id="lanes", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("model", [pytest.param(Tower(64, 1), id="one lane"), LANES])
 def test_bodies_with_parallel_loops_train_as_in_eager(model: nn.Module) -> None:
     """Compiled by g++, since the compiler of other tests may make loops serial; one lane has all cores."""
     compiler = Path(__file__).parents[2] / ".ci" / "g++"
     inputs = two_tower_inputs()[: 1 if isinstance(model, Tower) else 2]
-    eager = train(model, lambda run: run(*inputs).square().mean())
     # Asking the compiler about vectors and precompiling headers for it would take longer than the few bodies.
     changes = {"cpp.cxx": (None, str(compiler)), "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
     with inductor_config.patch(changes):
         options = {**STRICT, "partition.granularity": "module"}
         if isinstance(model, Tower):
             options["plan.planner"] = "serial"
-        apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
-    assert_same_training(eager, apollo)
+        loss_of = lambda run: run(*inputs).square().mean()  # noqa: E731
+        assert_trains_as_in_eager(model, loss_of, backend="apollo", options=options)
     graphs = registry.compiled_models()[-1].graphs
     assert [graph.compilation.capture.role for graph in graphs] == ["forward", "backward"]
     for graph in graphs:
@@ -108,19 +107,15 @@ def test_parameters_can_be_swapped_after_a_compile() -> None:
     torch.testing.assert_close(run(x.double()), layer(x.double()))
 
 
-def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error() -> None:
+def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.get_float32_matmul_precision` raises then; the setting is part of what graphs are kept under."""
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    try:
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
         others = compiler_settings()
-        with torch.no_grad():
-            torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
-    finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
+        torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
     assert compiler_settings() != others
 
 
@@ -232,14 +227,11 @@ def test_a_model_that_checks_a_number_trains_as_in_eager(caplog: pytest.LogCaptu
         return run(*inputs).square().mean()
 
     for kind, roles in ((Checked, ["forward", "backward"]), (Weighted, [])):
-        torch.manual_seed(0)
-        model = kind()
-        eager = train(model, loss_of)
         with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            assert_same_training(eager, train(model, loss_of, backend="apollo", options=STRICT))
+            assert_trains_as_in_eager(kind(), loss_of, backend="apollo", options=STRICT)
         report = apollo_compile.report(runs[-1])
         assert [graph.role.value for graph in report.graphs] == roles
-    (reason,) = [reason for _, reason in report.fallbacks]
+    ((_, reason),) = report.fallbacks
     assert "returns _local_scalar_dense, a SymInt" in reason
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -258,12 +250,11 @@ def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
     model = TwoTowers()
     inputs = two_tower_inputs()
     texts = []
-    for name in ("first", "second"):
+    for folder in (tmp_path / "first", tmp_path / "second"):
         torch._dynamo.reset()
-        options = {**STRICT, "debug.dump": tmp_path / name, "plan.time_limit_s": UNTIL_PROVEN_S}
+        options = {**STRICT, "debug.dump": folder, "plan.time_limit_s": UNTIL_PROVEN_S}
         torch.compile(model, backend="apollo", options=options)(*inputs).sum().backward()
-        files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
-        texts.append({str(path.relative_to(tmp_path / name)): path.read_text() for path in files})
+        texts.append({str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.*")})
     assert texts[0] == texts[1]
     stages = {Path(name).name for name in texts[0]}
     names = ("capture", "partition", "cost", "plan", "sync", "memory", "program")
@@ -332,19 +323,19 @@ def test_without_a_model_the_report_is_of_all_that_was_compiled() -> None:
 
 def test_what_was_compiled_goes_when_dynamo_lets_it_go() -> None:
     """Models that are compiled again and again do not pile up."""
-    gc.collect()
-    torch._dynamo.reset()
-    gc.collect()
-    before = len(registry.compiled_models())
-    layer = nn.Linear(4, 4)
-    run = torch.compile(layer, backend="apollo", options=STRICT)
+    before = _count_after_a_reset()
+    run = torch.compile(nn.Linear(4, 4), backend="apollo", options=STRICT)
     with torch.no_grad():
         run(torch.ones(2, 4))
     assert len(registry.compiled_models()) == before + 1
     del run
+    assert _count_after_a_reset() == before
+
+
+def _count_after_a_reset() -> int:
     torch._dynamo.reset()
     gc.collect()
-    assert len(registry.compiled_models()) == before
+    return len(registry.compiled_models())
 
 
 @pytest.mark.parametrize("replans", (True, False))
@@ -352,14 +343,9 @@ def test_measured_times_replace_formulas_after_the_first_steps(tmp_path: Path, r
     """A profile that no machine is as slow as is put right, unless that is switched off; training is as in eager."""
     wrong = dataclasses.replace(default_profile(available_units()), name="wrong", launch_ns=NEVER_AS_LONG_NS)
     save_profile(wrong, tmp_path / "wrong.json")
-    inputs = two_tower_inputs()
-    torch.manual_seed(0)
-    model = TwoTowers()
-    steps = 2 * (SKIPPED_RUNS + OBSERVED_RUNS)
-    eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
     options = {**STRICT, "plan.replan": replans, "device.profile": tmp_path / "wrong.json"}
-    apollo = train(model, lambda run: run(*inputs).square().mean(), steps=steps, backend="apollo", options=options)
-    assert_same_training(eager, apollo)
+    steps = 2 * (SKIPPED_RUNS + OBSERVED_RUNS)
+    assert_trains_as_in_eager(TwoTowers(), two_tower_loss, steps=steps, backend="apollo", options=options)
     graphs = registry.compiled_models()[-1].graphs
     assert [graph.compilation.capture.role for graph in graphs] == ["forward", "backward"]
     for graph in graphs:
@@ -387,11 +373,9 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
     run = torch.compile(model, backend="apollo", options=options)
     torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
     run(*inputs).sum().backward()
-    graphs = registry.find_models(model)[-1].graphs
-    for graph in graphs:
-        lanes = graph.compilation.plan.lanes
-        assert graph.compilation.plan.pinned
-        assert {span.lane for span in graph.trace().spans} == {lanes[-1].id}
+    for graph in registry.find_models(model)[-1].graphs:
+        plan = graph.compilation.plan
+        assert plan.pinned and {span.lane for span in graph.trace().spans} == {plan.lanes[-1].id}
     assert "read from a plan file" in str(apollo_compile.report(model))
 
 
@@ -411,10 +395,8 @@ def test_one_tower_fills_two_lanes_with_gradients_of_weights(tmp_path: Path) -> 
         assignment.update(lane=1 + (assignment["segment"] in weights), start_ns=assignment["segment"])
     file.write_text(json.dumps(content))
 
-    eager = train(model, lambda run: run(*inputs).square().mean())
-    options = {**STRICT, "plan.file": first}
-    apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
-    assert_same_training(eager, apollo)
+    loss_of, options = lambda run: run(*inputs).square().mean(), {**STRICT, "plan.file": first}
+    assert_trains_as_in_eager(model, loss_of, backend="apollo", options=options)
     graph = registry.compiled_models()[-1].graphs[-1]
     assert graph.compilation.plan.pinned
     lane_of = {span.segment: span.lane for span in graph.trace().spans}
@@ -426,14 +408,12 @@ def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The graph is planned as if there were no file."""
-    model, inputs = TwoTowers(), two_tower_inputs()
-    for name, depth in (("first", 1), ("second", 2)):
+    inputs = two_tower_inputs()
+    for depth, options in ((1, {"debug.dump": tmp_path}), (2, {"plan.file": tmp_path, "debug.dump": tmp_path / "own"})):
         torch._dynamo.reset()
-        torch.manual_seed(0)
         model = TwoTowers(depth=depth)
-        plans = {"plan.file": tmp_path / "first"} if name == "second" else {}
         with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
-            run = torch.compile(model, backend="apollo", options={"debug.dump": tmp_path / name, **plans})
+            run = torch.compile(model, backend="apollo", options=options)
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
     (graph,) = registry.find_models(model)[-1].graphs
     assert not graph.compilation.plan.pinned

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -20,7 +21,7 @@ from apollo_compile import backend
 from apollo_compile.ir import Variant
 from apollo_compile.session import registry
 from tests.end_to_end.marks import needs_two_cores
-from tests.end_to_end.models import assert_same_training, train
+from tests.end_to_end.models import assert_trains_as_in_eager, train
 
 LANES = {
     "debug.strict": True,
@@ -43,10 +44,9 @@ class Pair(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.embed = nn.Embedding(50, width)
-        self.left = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
-        self.right = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(width, 8)
+        self.embed, self.head = nn.Embedding(50, width), nn.Linear(width, 8)
+        encoder = partial(nn.TransformerEncoderLayer, width, 2, 2 * width, dropout=0.0, batch_first=True)
+        self.left, self.right = encoder(), encoder()
 
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         tokens = self.left(self.embed(left)).reshape(-1, self.embed.embedding_dim)
@@ -61,22 +61,16 @@ def batches(lengths: Sequence[tuple[int, int]], batch: int = 3) -> Iterator[tupl
         yield tuple(torch.randint(0, 50, (batch, length), generator=generator) for length in (left, right))  # type: ignore[misc]
 
 
-def train_pair(lengths: Sequence[tuple[int, int]], **compile_options: object) -> object:
-    """Train on one batch of every pair of lengths."""
-    torch.manual_seed(0)
-    inputs = batches(lengths)
-    return train(Pair(), lambda run: run(*next(inputs)).square().mean(), steps=len(lengths), **compile_options)
-
-
 @needs_two_cores
 @sizes("lengths that change with every step")
 def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixture) -> None:
     """On lanes, with two graphs from Dynamo: the first shape's, and one for all others."""
-    expected = train_pair(LENGTHS)
     torch._dynamo.utils.counters.clear()
+    inputs = itertools.cycle(batches(LENGTHS))
+    options = {"backend": "apollo", "options": EAGER_BODIES}
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        actual = train_pair(LENGTHS, backend="apollo", options=EAGER_BODIES)
-    assert_same_training(expected, actual)  # type: ignore[arg-type]
+        loss_of = lambda run: run(*next(inputs)).square().mean()  # noqa: E731
+        assert_trains_as_in_eager(Pair(), loss_of, steps=len(LENGTHS), **options)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert "Inductor" not in caplog.text
     model = registry.compiled_models()[-1]
@@ -149,24 +143,19 @@ def test_sizes_are_marked_by_hand() -> None:
     assert len(found.graphs[0].compilation.capture.sizes) == 1
 
 
-def half(size: int) -> float:
-    """Return a number that a graph computes as a symbolic one with a fraction."""
-    return size / 2
+NUMBERS: dict[str, Callable[[int], float]] = {
+    "product": lambda size: size * 2,
+    "quotient": lambda size: size // 2,
+    "truncated": lambda size: int(size * 0.75),
+    "ceiling": lambda size: math.ceil(size / 2),
+    "fraction": lambda size: size / 2,
+}
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        lambda size: size * 2,
-        lambda size: size // 2,
-        lambda size: int(size * 0.75),
-        lambda size: math.ceil(size / 2),
-        half,
-    ],
-    ids=["product", "quotient", "truncated", "ceiling", "fraction"],
-)
-def test_sizes_go_through_graph_breaks(op: Callable[[int], float]) -> None:
+@pytest.mark.parametrize("name", NUMBERS)
+def test_sizes_go_through_graph_breaks(name: str) -> None:
     """A number that one graph computes from sizes may be an input of the next; fractions are left to Inductor."""
+    op = NUMBERS[name]
     weight = torch.ones(4, requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -182,25 +171,22 @@ def test_sizes_go_through_graph_breaks(op: Callable[[int], float]) -> None:
         torch.testing.assert_close(run(x), function(x))
     made = [model for model in registry.compiled_models() if model not in others]
     assert any(graph.compilation.capture.sizes for model in made for graph in model.graphs)
-    if op is not half:
+    if name != "fraction":
         assert [model.fallbacks for model in made] == [[]] * len(made)
 
 
 @pytest.mark.parametrize("option", ["plan.memory_quota", "plan.planner", "deterministic"])
-def test_who_asks_for_one_plan_gets_one(option: str) -> None:
+def test_who_asks_for_one_plan_gets_one(option: str, request: pytest.FixtureRequest) -> None:
     """A quota is for known sizes; a serial plan and the same numbers every time leave nothing to choose."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     values: dict[str, dict[str, object]] = {"plan.memory_quota": {option: 2**30}, "plan.planner": {option: "serial"}}
-    options = {**EAGER_BODIES, **values.get(option, {})}
-    run = torch.compile(model, backend="apollo", dynamic=True, options=options)
-    torch.use_deterministic_algorithms(option == "deterministic")
-    try:
-        with torch.no_grad():
-            for rows in (16, 90, 90, 90):
-                x = torch.randn(rows, 4)
-                torch.testing.assert_close(run(x), model(x))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    run = torch.compile(model, backend="apollo", dynamic=True, options={**EAGER_BODIES, **values.get(option, {})})
+    if option == "deterministic":
+        request.getfixturevalue(option)
+    with torch.no_grad():
+        for rows in (16, 90, 90, 90):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(run(x), model(x))
     (found,) = registry.find_models(model)
     if option == "plan.memory_quota":
         assert all("memory quota" in reason for _, reason in found.fallbacks)
