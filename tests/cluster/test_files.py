@@ -51,20 +51,9 @@ act,60.5,10,0,1,cpu1:2=1
 
 def cell(devices: int, stages: int, step_s: float, fits: bool = True) -> Cell:
     """Return a Cell of a GPU."""
-    return Cell(
-        device="h100",
-        devices=devices,
-        data=devices // stages,
-        tensor=1,
-        stages=stages,
-        microbatches=1,
-        step_s=step_s,
-        low_s=step_s,
-        high_s=step_s,
-        memory_bytes=1,
-        fits=fits,
-        bound="arithmetic",
-    )
+    split = {"devices": devices, "data": devices // stages, "tensor": 1, "stages": stages, "microbatches": 1}
+    times = dict.fromkeys(("step_s", "low_s", "high_s"), step_s)
+    return Cell(device="h100", **split, **times, memory_bytes=1, fits=fits, bound="arithmetic")
 
 
 ESTIMATE = Estimate(
