@@ -10,7 +10,8 @@ Lane letters: `*` is lane 0, `A` lane 1, `B` lane 2, and so on.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -411,3 +412,12 @@ def realistic_problems(units: int = 132) -> dict[str, Problem]:
         name = f"microbatches {count} x {encoder}+{decoder}{' split' if split else ''}"
         found[name] = microbatches(count, encoder=encoder, decoder=decoder, split=split, units=units)
     return found
+
+
+def in_threads(work: Callable[[int], object], count: int) -> None:
+    """Run it in so many threads at once, each with its number, and wait for them."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 
@@ -23,6 +22,7 @@ from tests.autotune.machine import (
     halves,
     slow_down,
 )
+from tests.builders import in_threads
 
 
 def test_a_clearly_faster_plan_stays_and_inductor_is_not_compiled() -> None:
@@ -62,10 +62,7 @@ def test_segments_in_turn_are_compared_with_inductor() -> None:
 
 def test_the_comparison_waits_until_the_plans_are_final() -> None:
     """A graph that learns would be judged by a plan that it is about to drop; one that never runs is not waited for."""
-    forward, backward = (
-        Graph({SERIAL: 10, PLAN: 7}, is_settled=False),
-        Graph({SERIAL: 20, PLAN: 15}, is_settled=False),
-    )
+    forward, backward = halves({SERIAL: 30, PLAN: 22}, is_settled=False)
     machine = Machine(forward, backward)
     machine.run(10)
     forward.is_settled = True
@@ -125,7 +122,7 @@ def test_two_threads_in_one_model_do_no_harm() -> None:
     machine = Machine(forward, backward)
     failures: list[BaseException] = []
 
-    def work() -> None:
+    def work(number: int) -> None:
         try:
             for _ in range(2 * ENOUGH):
                 for graph in (forward, backward):
@@ -135,11 +132,7 @@ def test_two_threads_in_one_model_do_no_harm() -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 3)
     assert failures == []
 
 

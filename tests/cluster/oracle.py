@@ -46,7 +46,6 @@ def has_room(
 ) -> bool:
     """Return whether the devices are free at every time of an interval."""
     nodes = cluster.of_kind(gang.kind)
-    assert nodes is not None
     times = [start, *(begin for begin, _, _ in spans if start < begin < end)]
     return all(
         sum(g.devices for begin, stop, g in spans if g.kind == gang.kind and begin <= at < stop) + gang.devices

@@ -51,20 +51,9 @@ act,60.5,10,0,1,cpu1:2=1
 
 def cell(devices: int, stages: int, step_s: float, fits: bool = True) -> Cell:
     """Return a Cell of a GPU."""
-    return Cell(
-        device="h100",
-        devices=devices,
-        data=devices // stages,
-        tensor=1,
-        stages=stages,
-        microbatches=1,
-        step_s=step_s,
-        low_s=step_s,
-        high_s=step_s,
-        memory_bytes=1,
-        fits=fits,
-        bound="arithmetic",
-    )
+    split = {"devices": devices, "data": devices // stages, "tensor": 1, "stages": stages, "microbatches": 1}
+    times = dict.fromkeys(("step_s", "low_s", "high_s"), step_s)
+    return Cell(device="h100", **split, **times, memory_bytes=1, fits=fits, bound="arithmetic")
 
 
 ESTIMATE = Estimate(
@@ -122,19 +111,13 @@ NONSENSE: dict[str, list[tuple[str, str]]] = {
     ],
     "j.toml": [
         (wrong(JOBS, "s = 10\n", "s = 1.5\n"), "10: field 'steps': expected a whole number of at least 1, got 1.5"),
-        (
-            wrong(JOBS, '"h100:1=0.5"', '"h100=0.5"'),
-            "4: field 'gangs': expected gangs such as .*'h100=0.5'",
-        ),
+        (wrong(JOBS, '"h100:1=0.5"', '"h100=0.5"'), "4: field 'gangs': expected gangs such as .*'h100=0.5'"),
         (wrong(JOBS, '"h100:1=0.5"', '"h100:1=0"'), "4: field 'gangs': expected more than 0 seconds per step"),
         (wrong(JOBS, '"h100:1=0.5"', '"h100:1=1-2"'), "4: field 'gangs': expected gangs such as"),
         (wrong(JOBS, '["h100:1=0.5", "h100:8=0.1"]', '"h100:1=0.5"'), "4: field 'gangs': expected a list of texts"),
         (wrong(JOBS, "es = 8", "es = 4"), "5: field 'devices': expected a number .* that a gang has: 1, 8, got 4"),
         (wrong(JOBS, '"act"', '"clip"'), "9: field 'name': expected a name of its own for every job, got 'clip' again"),
-        (
-            wrong(JOBS, 'gangs = ["cpu1:2=1"]', ""),
-            "8: .*expected either gangs or an estimate, got neither",
-        ),
+        (wrong(JOBS, 'gangs = ["cpu1:2=1"]', ""), "8: .*expected either gangs or an estimate, got neither"),
         (wrong(JOBS, "arrival_s = 60", 'estimate = "x.json"'), "12: .*expected either gangs or an estimate, got both"),
         (wrong(JOBS, "_s = 60", "_s = inf"), "11: field 'arrival_s': expected a number of at least 0, got inf"),
     ],

@@ -15,15 +15,8 @@ def test_every_node_gets_its_rank_and_number_of_processes() -> None:
     """Four on the first and two on the second."""
     placement = JobPlacement(job="a", gang=GANG, nodes=((1, 4), (0, 2)), start_s=0.0, end_s=1.0)
     first, second = (torchrun_arguments(JOB, placement, rank, "10.0.0.1:1234") for rank in range(2))
-    assert first[:7] == [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--node-rank=0",
-        "--nproc-per-node=4",
-        "--master-addr=10.0.0.1",
-        "--master-port=1234",
-    ]
+    options = "--nnodes=2 --node-rank=0 --nproc-per-node=4 --master-addr=10.0.0.1 --master-port=1234"
+    assert first[:7] == ["-m", "torch.distributed.run", *options.split()]
     assert second[3:5] == ["--node-rank=1", "--nproc-per-node=2"]
 
 

@@ -42,28 +42,16 @@ def job(name: str, devices: int, steps: str) -> Job:
 
 def save(path: Path, *jobs: Job, num_nodes: int = 1) -> None:
     """Write a plan with these jobs one after the other, on two devices in one node or on two."""
-    placements = tuple(
-        JobPlacement(
-            job=each.name,
-            gang=each.gangs[0],
-            nodes=tuple((node, each.gangs[0].devices // num_nodes) for node in range(num_nodes)),
-            start_s=float(at),
-            end_s=at + 1.0,
-        )
-        for at, each in enumerate(jobs)
-    )
+
+    def place(at: int, job: Job) -> JobPlacement:
+        (gang,) = job.gangs
+        nodes = tuple((node, gang.devices // num_nodes) for node in range(num_nodes))
+        return JobPlacement(job=job.name, gang=gang, nodes=nodes, start_s=float(at), end_s=at + 1.0)
+
+    placements = tuple(place(*each) for each in enumerate(jobs))
     cluster = Cluster(nodes=(Nodes(kind="cpu1", count=num_nodes, devices=2 // num_nodes),))
-    plan = ClusterPlan(
-        objective="mean",
-        cluster=cluster,
-        jobs=jobs,
-        placements=placements,
-        value_s=1.0,
-        bound_s=1.0,
-        makespan_s=1.0,
-        mean_completion_s=1.0,
-        samples_per_s=1.0,
-    )
+    numbers = dict.fromkeys(("value_s", "bound_s", "makespan_s", "mean_completion_s", "samples_per_s"), 1.0)
+    plan = ClusterPlan(objective="mean", cluster=cluster, jobs=jobs, placements=placements, **numbers)
     path.write_text(format_plan_file(plan))
 
 

@@ -17,6 +17,10 @@ from tests.distributed import work
 Seen = Callable[[str], list[dict[str, Any]]]
 """Returns what the ranks saw of a scenario, by rank."""
 
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+
 DURATIONS: pytest.StashKey[list[tuple[str, float]]] = pytest.StashKey()
 """Name and seconds, on the slower rank."""
 
@@ -36,40 +40,42 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def run_ranks(
-    module: str, scenarios: Iterable[str], size: int, factory: pytest.TempPathFactory, config: pytest.Config
+    scenarios: Iterable[str],
+    factory: pytest.TempPathFactory,
+    config: pytest.Config,
+    *,
+    module: str,
+    size: int,
+    function: Callable[..., None] | None = None,
 ) -> Seen:
-    """Run the scenarios of a module on `size` ranks; return what these saw of one."""
+    """Run the scenarios of a module on `size` ranks, by its own function if there is one; return what these saw."""
     folder = factory.mktemp("ranks")
-    store = open_store()
-    patience = 2 * work.PATIENCE.total_seconds()
-    start_ranks(work.run_rank, (module, size, store.port, folder), module, size, patience, folder)
+    if function is None:
+        start_ranks(work.run_rank, module, size, folder, module, size)
+    else:
+        start_ranks(function, module, size, folder)
 
     def read(name: str) -> list[dict[str, Any]]:
-        return [torch.load(folder / f"{name} {rank}.pt", weights_only=False) for rank in range(size)]
+        return read_ranks(folder, size, f"{name} ")
 
     for name in scenarios:
         config.stash[DURATIONS].append((f"{size} ranks, {name}", max(result["seconds"] for result in read(name))))
     return read
 
 
-def open_store() -> dist.TCPStore:
-    """Return a store for the ranks, on any free port."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def read_ranks(folder: Path, size: int, name: str = "") -> list[Any]:
+    """Return what every rank wrote under a name."""
+    return [torch.load(folder / f"{name}{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def start_ranks(
-    function: Callable[..., None], arguments: tuple[Any, ...], module: str, size: int, seconds: float, folder: Path
-) -> None:
+def start_ranks(function: Callable[..., None], module: str, size: int, folder: Path, *arguments: Any) -> None:
     """Run a function on `size` ranks, in processes that have imported a module, and wait for them.
 
-    Arguments:
-        function: called with the rank and the arguments.
-        arguments: the arguments after the rank.
-        module: the module to import first.
-        size: number of ranks.
-        seconds: time limit.
-        folder: where the ranks write files.
+    It is called with the rank, the arguments, the port of a store, and the folder that ranks write to.
     """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
+    arguments = (*arguments, store.port, folder)
+    seconds = 2 * work.PATIENCE.total_seconds()
     mp.get_context("forkserver").set_forkserver_preload([module])
     ranks = mp.start_processes(function, arguments, nprocs=size, join=False, start_method="forkserver")
     deadline = time.monotonic() + seconds

@@ -248,14 +248,12 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-        """Sleep."""
         ctx.backward_s = backward_s
         time.sleep(forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Sleep."""
         time.sleep(ctx.backward_s)
         return gradients[0], None, None
 
@@ -269,7 +267,6 @@ class Sleeper(nn.Module):
         self.durations = forward_ns / NS_PER_S, backward_ns / NS_PER_S
 
     def forward(self, x: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the input, scaled."""
         if features is not None:
             x = x + features
         return _Sleep.apply(x * self.scale, *self.durations)
@@ -442,5 +439,5 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
     for name, scenario in {**SCENARIOS, LAST: partial(death, store=store)}.items():
         begin = time.monotonic()
         result = scenario(rank)
-        torch.save({**result, "took": time.monotonic() - begin}, folder / f"{name} {rank}.pt")
+        torch.save({**result, "seconds": time.monotonic() - begin}, folder / f"{name} {rank}.pt")
     dist.destroy_process_group()

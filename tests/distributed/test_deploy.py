@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import apollo_compile
@@ -18,21 +17,17 @@ from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.build import copies_of, pieces_of, trace_step, work_of
 from apollo_compile.passes.deploy import REST, EqualDevices
 from tests.distributed import deploy_work as work
-from tests.distributed.conftest import open_store, start_ranks
+from tests.distributed.conftest import needs_gloo, read_ranks, start_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run the scenarios; return what every rank saw."""
     folder: Path = tmp_path_factory.mktemp("deployments")
-    store = open_store()
-    patience = 4 * work.PATIENCE.total_seconds()
-    start_ranks(work.run_rank, (store.port, folder), work.__name__, work.SIZE, patience, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(work.SIZE)]
+    start_ranks(work.run_rank, work.__name__, work.SIZE, folder)
+    return read_ranks(folder, work.SIZE)
 
 
 @pytest.mark.parametrize(("kind", "where"), work.PLACES)
@@ -81,10 +76,8 @@ def test_a_rank_has_the_part_of_the_parameters_that_the_plan_predicts(
 
 def test_four_ranks_are_replicas_that_are_divided(tmp_path: Path) -> None:
     """And modules on other halves of them; with two backwards per step."""
-    store = open_store()
-    patience = 2 * work.PATIENCE.total_seconds()
-    start_ranks(work.run_one_of_four, (store.port, tmp_path), work.__name__, 4, patience, tmp_path)
-    seen = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    start_ranks(work.run_one_of_four, work.__name__, 4, tmp_path)
+    seen = read_ranks(tmp_path, 4)
     for rank in seen:
         for name in work.FOUR:
             torch.testing.assert_close(rank[name][0], rank[""][0], rtol=1e-4, atol=1e-5)

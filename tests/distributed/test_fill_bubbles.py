@@ -5,13 +5,10 @@ The ranks start once and run everything one after the other; a test reads what t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from apollo_compile.distributed.pipeline.durations import Orders
 from apollo_compile.distributed.pipeline.fill import fill
@@ -20,30 +17,16 @@ from apollo_compile.distributed.pipeline.simulate import end_of, orders_of, simu
 from apollo_compile.distributed.pipeline.text import format_prediction
 from apollo_compile.distributed.pipeline.values import Encoder, StageTimes, one_replica_per_rank
 from tests.distributed import pipeline_work as work
-from tests.distributed.conftest import DURATIONS, open_store, start_ranks
+from tests.distributed.conftest import Seen, needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
-
-Seen = Callable[[str], list[dict[str, Any]]]
+pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Run the scenarios; return what the ranks saw of one."""
-    folder: Path = tmp_path_factory.mktemp("pipelines")
-    store = open_store()
-    patience = 2 * work.PATIENCE.total_seconds()
-    start_ranks(work.run_rank, (store.port, folder), work.__name__, work.SIZE, patience, folder)
-
-    def read(name: str) -> list[dict[str, Any]]:
-        return [torch.load(folder / f"{name} {rank}.pt", weights_only=False) for rank in range(work.SIZE)]
-
-    for name in (*work.SCENARIOS, work.LAST):
-        seconds = max(result["took"] for result in read(name))
-        request.config.stash[DURATIONS].append((f"a pipeline of {work.SIZE} ranks, {name}", seconds))
-    return read
+    scenarios, run = (*work.SCENARIOS, work.LAST), work.run_rank
+    return run_ranks(scenarios, tmp_path_factory, request.config, module=work.__name__, size=work.SIZE, function=run)
 
 
 def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from apollo_compile import __version__
 from apollo_compile.distributed.ranks import MAX_BYTES, Ranks, find_ranks
 from apollo_compile.errors import RankError
 from apollo_compile.session import registry
+from tests.builders import in_threads
 
 
 class BrokenStore:
@@ -49,13 +50,8 @@ def test_ranks_at_once_settle_on_one_proposal() -> None:
         start.wait(60)
         results.append(Ranks(store).settle("topic", f"rank {rank}"))
 
-    threads = [threading.Thread(target=decide, args=(rank,)) for rank in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(results) == 8
-    assert len(set(results)) == 1
+    in_threads(decide, 8)
+    assert len(results) == 8 and len(set(results)) == 1
 
 
 def test_a_process_alone_decides_alone() -> None:

@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from apollo_compile.device.cpu.execute import most_units
 from apollo_compile.ir import Variant
 from apollo_compile.session.step.collectives import fill_buckets
 from tests.distributed import steps, work
-from tests.distributed.conftest import Seen, run_ranks
+from tests.distributed.conftest import Seen, needs_gloo, run_ranks
 
-pytestmark = [
-    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"),
-    pytest.mark.skipif(most_units() < 2, reason="one core has no lanes"),
-]
+pytestmark = [needs_gloo, pytest.mark.skipif(most_units() < 2, reason="one core has no lanes")]
 
 NAMES = [f"{name} {count} {norm}" for name, count, norm in steps.CASES]
 SHARDED = [f"fsdp {name} {count} {norm}" for name, count, norm in steps.SHARDED_CASES]
@@ -28,7 +24,8 @@ SHARDED = [f"fsdp {name} {count} {norm}" for name, count, norm in steps.SHARDED_
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Run all scenarios; return what two ranks saw of one, by rank."""
-    return run_ranks(steps.__name__, steps.SCENARIOS[work.SIZE], work.SIZE, tmp_path_factory, request.config)
+    scenarios = steps.SCENARIOS[work.SIZE]
+    return run_ranks(scenarios, tmp_path_factory, request.config, module=steps.__name__, size=work.SIZE)
 
 
 def assert_trained_alike(results: list[dict[str, Any]]) -> None:

@@ -11,29 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from apollo_compile.device.cpu.execute import most_units
 from apollo_compile.ir import Plan, Role, Variant
 from tests.distributed import work
-from tests.distributed.conftest import Seen, run_ranks
+from tests.distributed.conftest import Seen, needs_gloo, run_ranks
 
-pytestmark = [
-    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"),
-    pytest.mark.skipif(most_units() < 2, reason="one core has no lanes"),
-]
+pytestmark = [needs_gloo, pytest.mark.skipif(most_units() < 2, reason="one core has no lanes")]
 
 
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Run the scenarios of two ranks; return what these saw of one, by rank."""
-    return run_ranks(work.__name__, work.SCENARIOS[work.SIZE], work.SIZE, tmp_path_factory, request.config)
+    scenarios = work.SCENARIOS[work.SIZE]
+    return run_ranks(scenarios, tmp_path_factory, request.config, module=work.__name__, size=work.SIZE)
 
 
 @pytest.fixture(scope="module")
 def seen_by_three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Run those of three ranks: more than CI has cores."""
-    return run_ranks(work.__name__, work.SCENARIOS[3], 3, tmp_path_factory, request.config)
+    return run_ranks(work.SCENARIOS[3], tmp_path_factory, request.config, module=work.__name__, size=3)
 
 
 @pytest.fixture(scope="module")

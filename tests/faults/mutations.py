@@ -8,25 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-ODD = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    7,
-    2**62,
-    2**63,
-    10**30,
-    -(10**30),
-    0.5,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    "\ud800",
-)
+NUMBERS = (-1, 0, 1, 7, 2**62, 2**63, 10**30, -(10**30), 0.5, 1e308, float("nan"), float("inf"))
+ODD = (None, True, *NUMBERS, "", "x", "\ud800")
 """Values that a damaged or hostile file may have in the place of any other."""
 
 _values = st.one_of(st.sampled_from(ODD), st.sampled_from([[], {}, [[]], [0], {"x": 0}]), st.text(max_size=3))

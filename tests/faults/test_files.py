@@ -68,7 +68,7 @@ _FINGERPRINT = Fingerprint(device="a", driver=None, torch="2", cores=4, units=4)
 
 @functools.cache
 def _report() -> Report:
-    compilation = compile_graph(chains([100_000] * 3, [100_000] * 3, efficiency=0.6)[0])
+    compilation = _compilation()
     standings = (
         Standing(name="plan", step_ns=5.0, ratio=1.0, num_rounds=5),
         Standing(name="Inductor", step_ns=6.0, ratio=1.2, num_rounds=5),
@@ -196,34 +196,31 @@ def _of_each(kinds: Mapping[str, Loader]) -> pytest.MarkDecorator:
 each_loader = _of_each({**loaders(), "generation": (use_generation, lambda: {"format": 1, "generation": 7})})
 
 
-@each_loader
-def test_damaged_values_load_or_are_refused(use: Callable[[Path], None], content: Callable[[], Any]) -> None:
-    """Values of other types, out of range, missing, doubled, in another order."""
+def fuzz(use: Callable[[Path], None], raw: st.SearchStrategy[bytes], config: settings) -> None:
+    """Use files with such contents."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "file.json"
 
-        @FUZZ
-        @given(damaged_json(content()))
-        def check(text: str) -> None:
-            file.write_text(text, encoding="utf-8")
-            use(file)
-
-        check()
-
-
-@each_loader
-def test_damaged_bytes_load_or_are_refused(use: Callable[[Path], None], content: Callable[[], Any]) -> None:
-    """Cut off, with other bytes, or something else."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "file.json"
-
-        @settings(max_examples=settings.default.max_examples // 2)
-        @given(damaged_bytes(json.dumps(content()).encode()))
+        @config
+        @given(raw)
         def check(raw: bytes) -> None:
             file.write_bytes(raw)
             use(file)
 
         check()
+
+
+@each_loader
+def test_damaged_values_load_or_are_refused(use: Callable[[Path], None], content: Callable[[], Any]) -> None:
+    """Values of other types, out of range, missing, doubled, in another order."""
+    fuzz(use, damaged_json(content()).map(str.encode), FUZZ)
+
+
+@each_loader
+def test_damaged_bytes_load_or_are_refused(use: Callable[[Path], None], content: Callable[[], Any]) -> None:
+    """Cut off, with other bytes, or something else."""
+    few = settings(max_examples=settings.default.max_examples // 2)
+    fuzz(use, damaged_bytes(json.dumps(content()).encode()), few)
 
 
 @each_loader

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task
 from apollo_compile.planner.simulate import execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
-from tests.builders import interfering, limited, random_problem
+from tests.builders import in_threads, interfering, limited, random_problem
 from tests.faults.mutations import damaged_json
 from tests.faults.processes import wait_for_end
 
@@ -72,7 +71,6 @@ def test_the_process_finds_what_this_process_would() -> None:
     for problem in problems:
         assert apart.solve_apart(problem, QUICK) == solve(problem, QUICK)
         assert apart.bound_apart(problem) == lower_bound(problem)
-        assert apart._process is not None
         processes.add(apart._process.process.pid)
     assert len(processes) == 1
 
@@ -197,7 +195,6 @@ def test_without_or_tools_plans_are_list_schedules_and_one_line_says_so(
 def test_a_process_that_died_between_two_questions_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """As one that was idle for long: nobody notices."""
     first = apart.bound_apart(PROBLEM)
-    assert apart._process is not None
     apart._process.process.kill()
     apart._process.process.wait()
     assert apart.bound_apart(PROBLEM) == first
@@ -222,14 +219,7 @@ def test_threads_ask_in_turn() -> None:
     """Each gets the answer to its own question."""
     problems = [random_problem(random.Random(seed), 6, 4) for seed in range(6)]
     found: dict[int, int] = {}
-    threads = [
-        threading.Thread(target=lambda n=n, p=p: found.update({n: apart.bound_apart(p)}))
-        for n, p in enumerate(problems)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda number: found.update({number: apart.bound_apart(problems[number])}), len(problems))
     assert [found[number] for number in range(6)] == [lower_bound(problem) for problem in problems]
 
 

@@ -26,6 +26,7 @@ from apollo_compile.session import compile as session_compile
 from apollo_compile.session import model as session_model
 from apollo_compile.store.files import LOCK
 from apollo_compile.store.profiles import cached_profile_path, default_profile, save_profile
+from tests.builders import in_threads
 from tests.end_to_end.models import STRICT, Training, assert_same_training, train
 from tests.native.runner import count_threads
 
@@ -108,6 +109,13 @@ def interruptible() -> Iterator[None]:
 def _model_and_input() -> tuple[_Branches, torch.Tensor]:
     torch.manual_seed(0)
     return _Branches(), torch.randn(256, 256)
+
+
+def _check_training(options: dict[str, Any]) -> None:
+    """Expect three steps to be those of eager."""
+    model, x = _model_and_input()
+    results = [train(model, lambda run: run(x).square().mean(), steps=3, **each) for each in ({}, _apollo(options))]
+    assert_same_training(*results)
 
 
 def _step_of_lanes() -> Callable[[], list[torch.Tensor]]:
@@ -240,11 +248,8 @@ def test_a_model_trains_without_the_planners_process(
     monkeypatch.setattr(apart, "COMMAND", command)
     monkeypatch.setattr(apart, "START_LIMIT_S", 1.0 if "sleep(600)" in command[-1] else apart.START_LIMIT_S)
     monkeypatch.setattr(apart, "_num_failures", 0)
-    model, x = _model_and_input()
-    options = {**STRICT, "runtime.bodies": "eager"}
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        results = [train(model, lambda run: run(x).square().mean(), steps=3, **each) for each in ({}, _apollo(options))]
-    assert_same_training(*results)
+        _check_training({**STRICT, "runtime.bodies": "eager"})
     assert "the planner's process failed" in caplog.text
     graphs = registry.compiled_models()[-1].graphs
     assert [graph.compilation.plan.solver for graph in graphs] == [None, None]
@@ -307,11 +312,8 @@ def test_a_read_only_disk_costs_what_would_be_kept_nothing_else(
         mkdir(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    model, x = _model_and_input()
-    options = {**STRICT, "debug.dump": tmp_path / "dump", "device.cache": tmp_path / "cache"}
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        results = [train(model, lambda run: run(x).square().mean(), steps=3, **each) for each in ({}, _apollo(options))]
-    assert_same_training(*results)
+        _check_training({**STRICT, "debug.dump": tmp_path / "dump", "device.cache": tmp_path / "cache"})
     assert [record.getMessage() for record in caplog.records if "dump" in record.getMessage()]
     assert list(tmp_path.iterdir()) == []
 
@@ -387,11 +389,7 @@ def test_threads_may_train_one_compiled_model_at_once(is_compiled: bool) -> None
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, len(inputs))
     assert not failures
 
 

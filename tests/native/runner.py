@@ -22,9 +22,7 @@ def tensor_addresses() -> dict[str, int]:
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
     def address(name: str) -> int:
-        found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-        assert found is not None
-        return found
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
     return {
         "clone_address": address("aoti_torch_new_tensor_handle"),

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from filelock import FileLock
 import apollo_compile
 from apollo_compile.store import files
 from apollo_compile.store.files import LOCK, MAX_AGE_S, Dated, FileFormat, FileState, Found, Store
+from tests.builders import in_threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,15 +261,11 @@ def test_processes_write_at_once(tmp_path: Path) -> None:
 def test_threads_update_one_after_the_other(tmp_path: Path) -> None:
     """Each with a store of its own."""
 
-    def work() -> None:
+    def work(number: int) -> None:
         for _ in range(20):
             Store(tmp_path, COUNTS).update("a", next_count)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert Store(tmp_path, COUNTS).read("a").content == Count(count=80)
 
 

@@ -130,7 +130,6 @@ class Arena:
         self._unused: list[tuple[int, int]] = []
 
     def new_pool(self) -> Pool:
-        """Return an empty pool."""
         return Pool(self)
 
     def take(self, num_bytes: int) -> int:

@@ -97,7 +97,6 @@ class FakeRecording:
     """What is freed after the last launch."""
 
     def replay(self) -> None:
-        """Run all launches."""
         self.gpu.log.append(("replay",))
         self.num_replays += 1
         for operation in self.operations:
@@ -106,7 +105,6 @@ class FakeRecording:
             poison(*freed)
 
     def bytes_of(self, stream: str) -> int:
-        """Return the bytes of the segments of the stream."""
         return self.pool.bytes_of(self.gpu.key_of(stream))
 
 
@@ -144,7 +142,6 @@ class FakeGpu:
         self._now_ns = 0
 
     def caller_stream(self) -> str:
-        """Return the caller's stream."""
         return self.caller
 
     def lane_stream(self, lane: Lane) -> str | None:
@@ -159,11 +156,9 @@ class FakeGpu:
         return self.others[sharing]
 
     def is_capturing(self) -> bool:
-        """Whether a test says that the user captures."""
         return self.is_captured_by_user
 
     def new_event(self) -> FakeEvent:
-        """Return a new event."""
         return FakeEvent()
 
     def new_timer(self) -> FakeEvent:
@@ -171,7 +166,6 @@ class FakeGpu:
         return FakeEvent()
 
     def elapsed_ns(self, begin: FakeEvent, end: FakeEvent) -> int:
-        """Return the time between them."""
         assert begin.clock is not None and end.clock is not None
         return end.at_ns - begin.at_ns
 
@@ -182,14 +176,12 @@ class FakeGpu:
             yield
 
     def record(self, event: FakeEvent, stream: str) -> None:
-        """Keep the stream's clock."""
         self._enter(stream)
         self.log.append(("record", stream))
         event.clock, event.capture = Counter(self._clocks[stream]), self._capture
         event.at_ns = self._now_ns
 
     def wait(self, event: FakeEvent, stream: str) -> None:
-        """Take the event's clock over."""
         assert event.clock is not None, f"{stream} waits for an event that nobody recorded"
         assert event.capture is self._capture, f"{stream} waits for an event of another capture"
         if self._capture is not None:
@@ -226,11 +218,9 @@ class FakeGpu:
         return outputs
 
     def free_bytes(self) -> int:
-        """Return what a test says."""
         return self.free
 
     def give_back_memory(self) -> None:
-        """Note it."""
         self.log.append(("give back memory",))
 
     def capture(
@@ -273,7 +263,6 @@ class FakeGpu:
         return aliases(tensors, recording)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy."""
         if targets:
             self.log.append(("copy", str(len(targets))))
         for target, source in zip(targets, sources, strict=True):

@@ -38,7 +38,6 @@ class StandIn:
         return lambda *arguments: self.spoil(run(*arguments))
 
     def models(self) -> list[CompiledModel]:
-        """Return what was compiled."""
         return [model for compiler in self.compilers for model in compiler.models]
 
     def num_races(self) -> int:

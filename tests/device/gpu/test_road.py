@@ -71,7 +71,6 @@ class BusyGpu(FakeGpu):
     """A body takes 1 us for each of its operators, on a lane of any size."""
 
     def call(self, body: Callable[..., Any], inputs: list[torch.Tensor], stream: str) -> Sequence[torch.Tensor]:
-        """Run the body and let that time pass."""
         count = _Count()
 
         def counted(arguments: list[torch.Tensor]) -> Any:
@@ -91,11 +90,9 @@ class ClockedTarget(GpuTarget):
         self._clock, self._found = clock, found
 
     def now_ns(self) -> int:
-        """Return the time of the test."""
         return self._clock.now
 
     def unavailable_reason(self) -> str | None:
-        """Return what the test says."""
         return self._found
 
 
@@ -174,15 +171,16 @@ def chain() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 class Branches(nn.Module):
-    """Two layers that are independent of each other."""
+    """Two layers that are independent of each other, and buffers that are written to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the similarities of what both make of `x`."""
-        return self.left(x) @ self.right(x).T
+        return self.left(x) @ self.right(self.norm(x)).T
 
 
 def branches() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -190,17 +188,15 @@ def branches() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Branches(), chain()[1]
 
 
-def normalized() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Return one that writes to its buffers, and its inputs."""
-    model, inputs = branches()
-    return nn.Sequential(model, nn.BatchNorm1d(4)), inputs
-
-
 class Loop:
     """A training loop of a compiled model beside that of the same model in eager, in which losses must be equal."""
 
-    def __init__(self, default: Default, build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
-        self.default = default
+    def __init__(
+        self,
+        default: Default | None = None,
+        build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = branches,
+    ) -> None:
+        self.default = default = default or Default()
         torch.manual_seed(0)
         model, inputs = build()
         self.eager, self._inputs = model.double(), [each.double() for each in inputs]  # so that only mistakes show
@@ -211,7 +207,6 @@ class Loop:
         self.states: list[str] = []
 
     def step(self, times: Mapping[Variant, int] = LEVEL) -> None:
-        """Train one step, which takes the time of the variant that ran."""
         losses = []
         for call, optimizer in zip((self.eager, self.run), self._optimizers, strict=True):
             loss = call(*self._inputs).square().mean()
@@ -224,8 +219,11 @@ class Loop:
         self.states.append(self.default.state)
         self.default.clock.now += times[self.ran[-1]]
 
+    def steps(self, count: int, times: Mapping[Variant, int] = LEVEL) -> None:
+        for _ in range(count):
+            self.step(times)
+
     def settle(self, times: Mapping[Variant, int] = LEVEL) -> None:
-        """Train until nothing is being decided."""
         for _ in range(ENOUGH):
             self.step(times)
             if self.default.is_settled:
@@ -276,25 +274,22 @@ def warnings_in(lines: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_chain_that_gains_nothing_is_torch_compile(lines: pytest.LogCaptureFixture) -> None:
     """Its very function, and nothing of ours is compiled; one INFO line says so."""
-    default = Default()
-    loop = Loop(default, chain)
+    loop = Loop(build=chain)
     loop.settle()
-    assert default.models[0].falls_back and not default.gpu.log and not warnings_in(lines)
-    assert "nothing to gain" in default.state and is_settled(loop.run)
+    assert loop.default.models[0].falls_back and not loop.default.gpu.log and not warnings_in(lines)
+    assert "nothing to gain" in loop.default.state and is_settled(loop.run)
 
 
 def test_a_graph_with_branches_is_replayed_after_a_few_steps(lines: pytest.LogCaptureFixture) -> None:
     """Its plan is launched twice, in the second step bodies are timed; each distinct body is compiled once."""
-    default = Default()
-    loop = Loop(default, branches)
-    for _ in range(5):
-        loop.step()
+    loop = Loop()
+    loop.steps(5)
     assert loop.ran == 5 * [PLAN] and not warnings_in(lines)
-    assert len(list(default.gpu.captures)) == 2, "its forward and its backward"
-    assert [graph.executable.num_launches for graph in default.models[0].graphs] <= [2, 3]
-    graphs = default.models[0].graphs
+    assert len(list(loop.default.gpu.captures)) == 2, "its forward and its backward"
+    assert [graph.executable.num_launches for graph in loop.default.models[0].graphs] <= [2, 3]
+    graphs = loop.default.models[0].graphs
     assert all(graph.learner.num_replans == 1 for graph in graphs)
-    assert lines.text.count(" segments (") == 2 and not default.gpu.races
+    assert lines.text.count(" segments (") == 2 and not loop.default.gpu.races
 
 
 TIMES = r"segments in turn 10\.00 s, plan 8\.00 s"
@@ -302,58 +297,50 @@ TIMES = r"segments in turn 10\.00 s, plan 8\.00 s"
 
 def test_the_plan_competes_with_its_segments_in_turn_and_stays_if_it_is_faster(lines: pytest.LogCaptureFixture) -> None:
     """Turns of twelve steps, the first after a warm-up; the losers keep no memory."""
-    default = Default()
-    loop = Loop(default, branches)
+    loop = Loop()
     loop.settle(PLAN_WINS)
     assert loop.ran[3:17] == 14 * [PLAN] and SERIAL in loop.ran
     assert any(re.fullmatch(rf"measuring, about \d+ steps \(\d+ min\) left: {TIMES}", state) for state in loop.states)
     told = r"settled after \d+ measured steps: 1\.25x as fast as segments in turn \(plan on \d lanes\)"
-    assert re.fullmatch(f"{told}; torch.compile is not compared yet", default.state) and is_settled(loop.run)
-    for _ in range(3):
-        loop.step(PLAN_WINS)
-    assert set(loop.ran[-3:]) == {PLAN} and len(list(default.gpu.captures)) == 2
-    assert not any(gpu.races for gpu in (default.gpu, *default.gpu.others.values()))
+    assert re.fullmatch(f"{told}; torch.compile is not compared yet", loop.default.state) and is_settled(loop.run)
+    loop.steps(3, PLAN_WINS)
+    assert set(loop.ran[-3:]) == {PLAN} and len(list(loop.default.gpu.captures)) == 2
+    assert not any(gpu.races for gpu in (loop.default.gpu, *loop.default.gpu.others.values()))
     assert report(loop.run).metrics()["apollo/gain_over_serial"] == 1.25
     assert variants_of(loop.run) == [PLAN]
 
 
 def test_inductors_whole_graph_is_compiled_once_that_is_a_small_share_of_training() -> None:
     """Not before; as one CUDA graph it is compared with the winner, and stays if it is faster."""
-    default = Default()
-    loop = Loop(default, branches)
+    loop = Loop()
     loop.settle(PLAN_WINS)
-    assert INDUCTOR not in loop.ran and default.models[0].tuner.tuner.is_more_to_come
+    assert INDUCTOR not in loop.ran and loop.default.models[0].tuner.tuner.is_more_to_come
     fastest = {**PLAN_WINS, INDUCTOR: 6 * S}
     while INDUCTOR not in loop.ran:
         loop.step(fastest)
     loop.settle(fastest)
-    assert re.fullmatch(r"settled after \d+ measured steps: 1\.33x as fast as plan \(Inductor\)", default.state)
-    before = default.gpu.log.count(("replay",))
-    for _ in range(3):
-        loop.step(fastest)
-    assert loop.ran[-3:] == 3 * [INDUCTOR] and default.gpu.log.count(("replay",)) >= before + 5
+    assert re.fullmatch(r"settled after \d+ measured steps: 1\.33x as fast as plan \(Inductor\)", loop.default.state)
+    before = loop.default.gpu.log.count(("replay",))
+    loop.steps(3, fastest)
+    assert loop.ran[-3:] == 3 * [INDUCTOR] and loop.default.gpu.log.count(("replay",)) >= before + 5
 
 
 def test_segments_in_turn_stay_where_lanes_gain_nothing() -> None:
     """They are one CUDA graph on one stream."""
-    default = Default()
-    loop = Loop(default, branches)
+    loop = Loop()
     loop.settle({**LEVEL, PLAN: 11 * S})
-    assert ": 1.10x as fast as plan (segments in turn)" in default.state and loop.ran[-1] == SERIAL
+    assert ": 1.10x as fast as plan (segments in turn)" in loop.default.state and loop.ran[-1] == SERIAL
 
 
 def test_the_next_process_begins_with_the_winner() -> None:
     """It compares nothing and times nothing, unless the user does not want it."""
-    Loop(Default(), branches).settle(PLAN_WINS)
-    again = Default()
-    loop = Loop(again, branches)
-    for _ in range(4):
-        loop.step(PLAN_WINS)
+    Loop().settle(PLAN_WINS)
+    loop = Loop(again := Default())
+    loop.steps(4, PLAN_WINS)
     assert set(loop.ran) == {PLAN} and again.is_settled and again.models[0].verdicts[0][1].is_remembered
     assert all(graph.num_replans == 0 for graph in again.models[0].graphs)
-    forgetful = Loop(Default(**{"plan.remember": False}), branches)
-    for _ in range(4):
-        forgetful.step(PLAN_WINS)
+    forgetful = Loop(Default(**{"plan.remember": False}))
+    forgetful.steps(4, PLAN_WINS)
     assert not forgetful.default.is_settled
 
 
@@ -420,7 +407,6 @@ def fail_captures(default: Default, error: Exception) -> None:
         gpu.fail_capture = error
 
 
-@pytest.mark.parametrize("build", [branches, normalized])
 @pytest.mark.parametrize(
     "error",
     [
@@ -429,16 +415,12 @@ def fail_captures(default: Default, error: Exception) -> None:
     ],
     ids=["memory", "operation"],
 )
-def test_a_capture_that_fails_leads_to_torch_compile(
-    build: Callable[[], Any], error: Exception, lines: pytest.LogCaptureFixture
-) -> None:
+def test_a_capture_that_fails_leads_to_torch_compile(error: Exception, lines: pytest.LogCaptureFixture) -> None:
     """From the next step on, to the same losses, statistics of normalizations included, with one WARNING."""
-    default = Default(**{"debug.strict": False})
-    loop = Loop(default, build)
+    loop = Loop(default := Default(**{"debug.strict": False}))
     loop.step()
     fail_captures(default, error)
-    for _ in range(5):
-        loop.step()
+    loop.steps(5)
     assert loop.ran[-3:] == 3 * [INDUCTOR] and default.models[0].falls_back
     name, reason = default.models[0].fallbacks[0]
     assert name == "0/0" and str(error) in reason
@@ -450,10 +432,8 @@ def test_a_capture_that_fails_leads_to_torch_compile(
 
 def test_a_backward_after_the_way_back_is_that_of_its_forward() -> None:
     """The graph of an earlier forward outlives the model's own graphs."""
-    default = Default(**{"debug.strict": False})
-    loop = Loop(default, branches)
-    for _ in range(4):
-        loop.step()
+    loop = Loop(default := Default(**{"debug.strict": False}))
+    loop.steps(4)
     losses = [loop.eager(*loop._inputs).square().mean(), loop.run(*loop._inputs).square().mean()]
     default.models[0].graphs[0].learner.failure = "RuntimeError: a fault"
     loop.run(*loop._inputs)
@@ -471,30 +451,26 @@ def test_bodies_that_cannot_be_timed_lead_to_torch_compile(lines: pytest.LogCapt
         def new_timer(self) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    default = Default(Full())
-    loop = Loop(default, branches)
-    for _ in range(4):
-        loop.step()
+    loop = Loop(default := Default(Full()))
+    loop.steps(4)
     assert default.models[0].falls_back and loop.ran[-1] == INDUCTOR
     assert warnings_in(lines) == ["0/0 falls back to torch.compile: OutOfMemoryError: CUDA out of memory."]
 
 
 def test_a_capture_of_the_user_has_launches_and_changes_nothing() -> None:
     """What is recorded stays, and must not depend on memory of ours."""
-    default = Default()
-    loop = Loop(default, branches)
+    loop = Loop()
     loop.settle(PLAN_WINS)
-    gpus = (default.gpu, *default.gpu.others.values())
+    gpus = (loop.default.gpu, *loop.default.gpu.others.values())
     for gpu in gpus:
         gpu.is_captured_by_user = True
-    replays = num_replays(default)
+    replays = num_replays(loop.default)
     loop.step(PLAN_WINS)
-    assert num_replays(default) == replays
+    assert num_replays(loop.default) == replays
     for gpu in gpus:
         gpu.is_captured_by_user = False
-    for _ in range(4):
-        loop.step(PLAN_WINS)
-    assert num_replays(default) >= replays + 2
+    loop.steps(4, PLAN_WINS)
+    assert num_replays(loop.default) >= replays + 2
 
 
 def test_on_a_cpu_nothing_of_it_is_imported() -> None:

@@ -23,7 +23,7 @@ from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_road import BusyGpu, interpret_plainly
+from tests.device.gpu.test_road import Branches, BusyGpu, interpret_plainly
 
 PROGRAM = {
     "debug.strict": True,
@@ -37,19 +37,6 @@ PROGRAM = {
 
 FIRST = 3
 """Steps until then: loops of the same segments; in the second of them bodies are timed."""
-
-
-class Branches(nn.Module):
-    """Two layers that are independent of each other, and one buffer that is written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of what both make of `x`."""
-        return self.left(x) @ self.right(self.norm(x)).T
 
 
 def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -139,7 +126,6 @@ class Pair:
         )
 
     def step(self, size: int = 8) -> torch.Tensor:
-        """Take one step with both."""
         self._seed += 1
         batch = torch.randn(size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(self._seed))
         expected, optimizer = torch.zeros(()), self.optimizers[0]
@@ -162,6 +148,10 @@ class Pair:
             torch.testing.assert_close(one, other)
         return found
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def _hidden(self) -> list[torch.Tensor]:
         optimizer = self.optimizers[1]
         states = () if optimizer is None else optimizer.state.values()
@@ -169,23 +159,16 @@ class Pair:
 
     @property
     def program(self) -> Any:
-        """The program's plan."""
         (tuner,) = self.run.tuners
         return tuner.program.variants.plan
 
 
-CASES: Sequence[tuple[Optimize | None, int, float | None]] = (
-    (sgd, 1, 0.1),
-    (sgd, 2, None),
-    (adamw, 2, None),
-    (adamw, 2, 0.1),
-    (None, 1, None),
-)
+MORE_CASES = ((sgd, 1, 0.1), (sgd, 2, None), (adamw, 2, None), (adamw, 2, 0.1), (None, 1, None))
 
 
 @pytest.mark.parametrize(
     ("optimize", "microbatches", "clip"),
-    [(adamw, 1, None), *(pytest.param(*case, marks=pytest.mark.soak) for case in CASES), (None, 2, 0.1)],
+    [(adamw, 1, None), *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_CASES), (None, 2, 0.1)],
 )
 def test_steps_are_one_replay_with_the_numbers_of_the_loop(
     gpu: FakeGpu, optimize: Optimize | None, microbatches: int, clip: float | None
@@ -208,8 +191,7 @@ def test_steps_are_one_replay_with_the_numbers_of_the_loop(
 def test_a_replay_sees_what_changes_about_the_optimizer(gpu: FakeGpu) -> None:
     """A learning rate by a scheduler without another capture; other settings and a loaded state with one."""
     pair = Pair(gpu)
-    for _ in range(FIRST + 2):
-        pair.step()
+    pair.steps(FIRST + 2)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
     for _ in range(2):
         pair.step()
@@ -224,8 +206,7 @@ def test_a_replay_sees_what_changes_about_the_optimizer(gpu: FakeGpu) -> None:
     assert program.num_captures == 2
     for optimizer in pair.optimizers:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    pair.step()
-    pair.step()
+    pair.steps(2)
     assert (program.num_captures, program.num_launches) == (3, 0) and not races_of(gpu)
 
 
@@ -233,8 +214,7 @@ def test_gradients_that_are_in_use_make_a_step_a_loop(gpu: FakeGpu, caplog: pyte
     """They are in the memory that a replay writes to; once they are released it replays again."""
     caplog.set_level(logging.INFO, logger="apollo_compile")
     pair = Pair(gpu)
-    for _ in range(FIRST + 1):
-        pair.step()
+    pair.steps(FIRST + 1)
     held = [parameter.grad for parameter in pair.model.parameters()]
     before, replays = [each.clone() for each in held], pair.program.num_replays
     pair.step()
@@ -250,12 +230,10 @@ def test_gradients_that_are_in_use_make_a_step_a_loop(gpu: FakeGpu, caplog: pyte
 def test_weights_at_another_address_are_captured_there(gpu: FakeGpu) -> None:
     """As averaged weights are swapped in."""
     pair = Pair(gpu)
-    for _ in range(FIRST + 1):
-        pair.step()
+    pair.steps(FIRST + 1)
     for parameter in pair.model.parameters():
         parameter.data = parameter.data.clone()
-    pair.step()
-    pair.step()
+    pair.steps(2)
     assert (pair.program.num_captures, pair.program.num_launches) == (2, 0)
 
 
@@ -273,8 +251,7 @@ def test_tensors_besides_model_and_batch_are_read_where_they_are(gpu: FakeGpu) -
     """A replay copies in batches and weights of losses; what moves is copied from then on, once a step."""
     teacher = Teacher()
     pair = Pair(gpu, sgd, microbatches=2, loss=teacher.loss)
-    for _ in range(FIRST + 2):
-        pair.step()
+    pair.steps(FIRST + 2)
     log = gpu.sharing(Sharing.FREE).log
 
     def copied_in() -> int:
@@ -412,8 +389,7 @@ def test_state_is_not_put_where_activations_were(gpu: FakeGpu, monkeypatch: pyte
     states: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: states.append(len(pair.optimizers[1].state)))
     pair = Pair(gpu)
-    for _ in range(3):
-        pair.step()
+    pair.steps(3)
     assert states == [0]
 
 
@@ -434,12 +410,10 @@ def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
 def test_a_capture_that_fails_leaves_the_loop(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     """With one WARNING for each variant, and nothing has changed by then."""
     pair = Pair(gpu, **{"debug.strict": False})
-    for _ in range(FIRST):
-        pair.step()
+    pair.steps(FIRST)
     for device in gpu.others.values():
         device.fail_capture = RuntimeError("operation not permitted when stream is capturing")
-    for _ in range(30):
-        pair.step()
+    pair.steps(30)
     assert "no plan: RuntimeError: operation not permitted" in caplog.text
     assert pair.run.tuners[0].current is Variant.LOOP
 
@@ -447,8 +421,7 @@ def test_a_capture_that_fails_leaves_the_loop(gpu: FakeGpu, caplog: pytest.LogCa
 def test_a_loop_that_finds_no_memory_gets_that_of_the_program(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     """As the last batch of an epoch, which has another shape; the program is captured again."""
     pair = Pair(gpu)
-    for _ in range(FIRST + 1):
-        pair.step()
+    pair.steps(FIRST + 1)
     failures = [torch.OutOfMemoryError("no memory")]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -470,8 +443,7 @@ def test_an_optimizer_that_counts_on_the_host_steps_afterwards(gpu: FakeGpu, cap
     """One line says what to change."""
     caplog.set_level(logging.INFO, logger="apollo_compile")
     pair = Pair(gpu, lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
-    for _ in range(FIRST + 2):
-        pair.step()
+    pair.steps(FIRST + 2)
     assert "steps after the program: AdamW counts steps on the host; make it with fused=True" in caplog.text
     assert pair.program.num_replays == 2
 
@@ -481,7 +453,6 @@ def test_a_report_shows_the_program(gpu: FakeGpu) -> None:
     pair = Pair(gpu)
     pair.step()
     assert re.fullmatch(r"measuring, about \d+ steps left: the loop first", status(pair.run))
-    for _ in range(FIRST):
-        pair.step()
+    pair.steps(FIRST)
     text = str(report(pair.run))
     assert "0/0 step" in text and "left" in text and "update" in text, text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Sequence
@@ -94,18 +95,33 @@ def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], 
     return lambda run: run(*inputs).square().mean()
 
 
+class Towers:
+    """A compiled model of two towers, whose gradients must be those of its copy in eager after every step."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self.inputs, self.model = two_tower_inputs(), TwoTowers(depth=1)
+        made = copy.deepcopy(self.model)
+        self.run = torch.compile(made, backend=compiler)
+        self._pairs = list(zip(made.parameters(), self.model.parameters(), strict=True))
+        self.model(*self.inputs).square().mean().backward()
+
+    def steps(self, count: int, pack: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """Train so often, with a hook on saved tensors if there is one."""
+        for _ in range(count):
+            for parameter, _ in self._pairs:
+                parameter.grad = None
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x) if pack else contextlib.nullcontext():
+                loss = self.run(*self.inputs).square().mean()
+            loss.backward()
+            for parameter, other in self._pairs:
+                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_without_isolation_bodies_are_timed_on_quotas_and_run_on_plain_streams() -> None:
     """The plan competes with segments in turn."""
     compiler = new_compiler(**{"runtime.isolation": False, "plan.replan": True})
     compiler.gpu.ns_by_stream = {f"lane {lane}": 600 for lane in range(1, 11)}
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    made = copy.deepcopy(model)
-    run = torch.compile(made, backend=compiler)
-    model(*inputs).square().mean().backward()
-    for _ in range(5):
-        made.zero_grad(set_to_none=True)
-        run(*inputs).square().mean().backward()
-        assert_same_gradients(model, made)
+    Towers(compiler).steps(5)
     for graph in compiler.models[0].graphs:
         assert graph.variant == Variant.PLAN
         assert set(graph.variants.available) == {Variant.SERIAL, Variant.PLAN}
@@ -130,42 +146,13 @@ def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> No
     assert len({loss.item() for loss in replayed[0]}) == 7
 
 
-def warmed_up(compiler: Compiler, model: nn.Module) -> tuple[Callable[..., Any], nn.Module, tuple[torch.Tensor, ...]]:
-    """Return a compiled copy of the model that replays, its module, and inputs."""
-    made, inputs = copy.deepcopy(model), two_tower_inputs()
-    run: Callable[..., Any] = torch.compile(made, backend=compiler)
-    for _ in range(5):
-        run(*inputs).square().mean().backward()
-        made.zero_grad(set_to_none=True)
-    compiler.check(replays=[3, 3])
-    return run, made, inputs
-
-
-def assert_same_gradients(expected: nn.Module, actual: nn.Module) -> None:
-    """Compare gradients by name."""
-    others = dict(actual.named_parameters())
-    for name, parameter in expected.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(others[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("moves", (True, False), ids=("replaced", "kept"))
 def test_hooks_on_saved_tensors_leave_the_forward_a_cuda_graph(
     compiler: Compiler, caplog: pytest.LogCaptureFixture, moves: bool
 ) -> None:
     """A backward reads what they return, from wherever it is; a CUDA graph would overwrite what they may have kept."""
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    made = copy.deepcopy(model)
-    run = torch.compile(made, backend=compiler)
-    model(*inputs).square().mean().backward()
-    pack = (lambda x: x.clone()) if moves else (lambda x: x)
     with caplog.at_level(logging.INFO, logger="apollo_compile.device"):
-        for _ in range(6):
-            made.zero_grad(set_to_none=True)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                loss = run(*inputs).square().mean()
-            loss.backward()
-            assert_same_gradients(model, made)
+        Towers(compiler).steps(6, pack=torch.clone if moves else lambda x: x)
     lines = [record.message for record in caplog.records if "saved_tensors_hooks" in record.message]
     forward, backward = compiler.executables
     assert (forward.num_replays, backward.num_replays, len(lines)) == (4, 0, 1)
@@ -186,8 +173,9 @@ def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
 @pytest.mark.parametrize("is_lopsided", (False, True), ids=("lanes", "a backward in turn"))
 def test_the_serial_variant_replays_forward_and_backward(compiler: Compiler, is_lopsided: bool) -> None:
     """With memory of its own: captures of one variant do not stop another; also where one of both has no lanes."""
-    model = TwoTowers(depth=1)
-    run, made, inputs = warmed_up(compiler, model)
+    towers = Towers(compiler)
+    towers.steps(5)
+    compiler.check(replays=[3, 3])
     if is_lopsided:
         _, last = compiler.models[0].graphs
         old = last.compilation
@@ -196,11 +184,7 @@ def test_the_serial_variant_replays_forward_and_backward(compiler: Compiler, is_
         assert last.variants.available == (Variant.SERIAL,)
     for graph in compiler.models[0].graphs:
         graph.use(Variant.SERIAL)
-    model(*inputs).square().mean().backward()
-    for _ in range(4):
-        made.zero_grad(set_to_none=True)
-        run(*inputs).square().mean().backward()
-        assert_same_gradients(model, made)
+    towers.steps(4)
     executables = [graph.variants.loaded()[Variant.SERIAL] for graph in compiler.models[0].graphs]
     assert [each.num_replays for each in executables] == [2, 2]
     compiler.check(replays=[3, 0 if is_lopsided else 3])
@@ -210,20 +194,14 @@ def test_the_serial_variant_replays_forward_and_backward(compiler: Compiler, is_
 def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
     compiler = new_compiler(**COMPILED, **{"plan.autotune": True})
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    made = copy.deepcopy(model)
-    run = torch.compile(made, backend=compiler)
-    model(*inputs).square().mean().backward()
-    run(*inputs).square().mean().backward()
+    towers = Towers(compiler)
+    towers.steps(1)
     graphs = compiler.models[0].graphs
     for graph in graphs:
         graph.tuner = None
         graph.prepare()
         graph.use(Variant.INDUCTOR)
-    for _ in range(6):
-        made.zero_grad(set_to_none=True)
-        run(*inputs).square().mean().backward()
-        assert_same_gradients(model, made)
+    towers.steps(6)
     executables = [graph.variants.loaded()[Variant.INDUCTOR] for graph in graphs]
     assert [each.num_replays for each in executables] == [4, 4]
     assert [len(each.graph.segments) for each in executables] == [1, 1]

@@ -8,25 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from apollo_compile import weigh_loss
+from tests.distributed.conftest import needs_gloo, read_ranks, start_ranks
 from tests.distributed.loader import rank
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run the ranks once; return what each saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
-    mp.get_context("forkserver").set_forkserver_preload([rank.__name__])
-    mp.start_processes(rank.run_rank, (store.port, folder), nprocs=rank.SIZE, start_method="forkserver")
-    return [torch.load(folder / f"{number}.pt", weights_only=False) for number in range(rank.SIZE)]
+    start_ranks(rank.run_rank, rank.__name__, rank.SIZE, folder)
+    return read_ranks(folder, rank.SIZE)
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["one micro-batch", "two micro-batches"])

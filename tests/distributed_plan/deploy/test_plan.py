@@ -161,7 +161,6 @@ def test_the_picture_has_a_row_per_kind_of_device_and_all_bars(plan: DeploymentP
     boxes: dict[str, list[ET.Element]] = {}
     for group in root.iter(f"{space}g"):
         title, box = group.find(f"{space}title"), group.find(f"{space}rect")
-        assert title is not None and box is not None
         boxes.setdefault(str(title.text), []).append(box)
     assert len(boxes["a <reader>, forward, 250.0 us"]) == 2  # on both rows
     text, audio = (boxes[f"{name}, forward, 4.00 ms"][0] for name in ("text", "audio"))

@@ -98,7 +98,6 @@ def test_the_plan_is_that_of_the_measured_durations_or_a_shorter_one_that_is_kno
         Piece(Kind.ENCODER_FORWARD, 0, 1),
     }
     found = medians_of([{piece: [rng.randint(5, 90)] for piece in sorted(wanted, key=str)}], wanted)
-    assert found is not None
     durations = GUESS.with_measured(found)
     encoders = [
         encoder_of(encoder.name, forward, backward)
@@ -115,7 +114,6 @@ def test_the_plan_is_that_of_the_measured_durations_or_a_shorter_one_that_is_kno
         (first.orders, first.replica_of): simulated(first.orders, first.replica_of),
     }
     plan = plan_step(schedule, guess, durations, known=[first])
-    assert plan.prediction is not None
     assert lengths[plan.orders, plan.replica_of] == min(lengths.values()) == plan.prediction.step_ns <= filled.step_ns
     assert (plan.prediction.plain_ns, plan.prediction.durations) == (filled.plain_ns, durations)
 

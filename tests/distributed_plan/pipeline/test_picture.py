@@ -119,7 +119,6 @@ def test_bubbles_shrink_from_picture_to_picture(steps: PipelineSteps) -> None:
     def idle_ns(plan: FilledPlan) -> int:
         return sum(row.bubble_ns for row in device_rows(plan))
 
-    assert steps.coarse is not None
     assert idle_ns(steps.fine) < idle_ns(steps.plain)
     assert idle_ns(steps.fine) <= idle_ns(steps.coarse)
 

@@ -39,27 +39,18 @@ def test_without_a_gpu_there_is_one_finding_that_says_so() -> None:
 
 
 MORE = {A: SMS[A] | {130, 131}, B: SMS[B] | {130, 131}}
+MOVED, SHARED = ({**SMS, B: frozenset(range(first, first + 8))} for first in (101, 15))
+SPLIT = "16 + 8 SMs, disjoint"
 
 
 @pytest.mark.parametrize(
     ("censuses", "extra", "level", "text"),
     [
-        (
-            20 * [census()],
-            0,
-            Level.OK,
-            "16 + 8 SMs, disjoint and the same in 20 launches; the last lane started at most 3",
-        ),
+        (20 * [census()], 0, Level.OK, f"{SPLIT} and the same in 20 launches; the last lane started at most 3"),
         ([census({**SMS, B: SMS[B] - {107}})], 0, Level.ERROR, "launch 0: lane 2 ran on 7 SMs, granted were 8"),
         ([census({**SMS, A: frozenset(range(17))})], 0, Level.ERROR, "launch 0: lane 1 ran on 17 SMs, granted were 16"),
-        (
-            [census(), census({**SMS, B: frozenset(range(101, 109))})],
-            *(0, Level.ERROR, "launch 1: lane 2 ran on other SMs than before"),
-        ),
-        (
-            [census({**SMS, B: frozenset(range(15, 23))})],
-            *(0, Level.ERROR, "launch 0: lanes 1 and 2 share SMs [15]; they should share none"),
-        ),
+        ([census(), census(MOVED)], 0, Level.ERROR, "launch 1: lane 2 ran on other SMs than before"),
+        ([census(SHARED)], 0, Level.ERROR, "launch 0: lanes 1 and 2 share SMs [15]; they should share none"),
         ([census(MORE)], 0, Level.ERROR, "launch 0: "),
         ([census(MORE)], 2, Level.WARNING, "ran on 18 + 10 SMs, granted were 16 + 8"),  # the driver may add them
         (3 * [census(begin_b=200_000)], 0, Level.WARNING, "ran one after the other in 3 of them"),  # nothing is gained

@@ -33,7 +33,6 @@ class Spoiled(FakeGpu):
         self._spoil = spoil
 
     def capture(self, *arguments: Any, **options: Any) -> FakeRecording:
-        """Capture, and spoil it."""
         recording = super().capture(*arguments, **options)
         self._spoil(recording)
         return recording

@@ -43,10 +43,9 @@ def running(code: str) -> tuple[str, ...]:
     return (sys.executable, "-S", "-c", code)
 
 
-def answering(text: str) -> tuple[str, ...]:
-    """Return a command that leaves this answer."""
-    code = "import json, sys; open(json.loads(sys.argv[1])[0], 'w').write(%r)"
-    return running(code % text)
+def answering(text: str, before: str = "") -> tuple[str, ...]:
+    """Return a command that leaves this answer, once it has run what comes before."""
+    return running(f"import json, sys; text = {text!r}\n{before}\nopen(json.loads(sys.argv[1])[0], 'w').write(text)")
 
 
 @pytest.mark.parametrize("findings", [(FINE,), (FINE, BAD)])
@@ -56,6 +55,7 @@ def test_the_answer_of_the_process_is_the_verdict(findings: tuple[CheckResult, .
     assert check_apart(MINE, 0, command=answering(FORMAT.format(made))) == made
 
 
+HANGS = running("import threading; threading.Event().wait()")
 OTHER = FORMAT.format(replace(verdict(FINE), fingerprint=replace(MINE, device="Other GPU")))
 
 
@@ -82,8 +82,7 @@ def test_a_process_that_gives_no_verdict_is_an_error(command: tuple[str, ...], t
 
 def test_a_process_that_hangs_is_killed() -> None:
     """After its time."""
-    hangs = running("import threading; threading.Event().wait()")
-    made = check_apart(MINE, 0, limit_s=0.3, command=hangs)
+    made = check_apart(MINE, 0, limit_s=0.3, command=HANGS)
     assert made.complaint == "self-check: its process did not end in 0 s and was killed"
 
 
@@ -93,11 +92,9 @@ def test_the_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     text = FORMAT.format(verdict(replace(FINE, message="NAMES")))
-    code = (
-        "import json, os, sys; open(json.loads(sys.argv[1])[0], 'w').write("
-        f"{text!r}.replace('NAMES', ' '.join(os.environ)))"
+    made = check_apart(
+        MINE, 0, command=answering(text, "import os; text = text.replace('NAMES', ' '.join(os.environ))")
     )
-    made = check_apart(MINE, 0, command=(sys.executable, "-S", "-c", code))
     names = made.findings[0].message.split()
     assert "CUDA_VISIBLE_DEVICES" in names and "PATH" in names
     assert not [name for name in names if "RANK" in name or name.startswith(("WORLD", "MASTER", "TORCHELASTIC"))]
@@ -114,7 +111,7 @@ def test_the_process_says_why_it_cannot_begin() -> None:
 def test_a_reason_names_the_gpu_and_the_check_that_failed(tmp_path: Path) -> None:
     """It is read from what an earlier process kept."""
     SelfChecks(tmp_path).find(MINE, lambda: verdict(FINE, BAD))
-    found = unavailable_reason(GPU, tmp_path)  # type: ignore[arg-type]
+    found = unavailable_reason(GPU, tmp_path)
     assert found == "the self-check of cuda:1 (Fake GPU) failed: dropout: equal masks"
 
 
@@ -122,25 +119,24 @@ def test_without_an_error_there_is_no_reason(tmp_path: Path) -> None:
     """A warning is none."""
     kept = verdict(FINE, WARNED)
     SelfChecks(tmp_path).find(MINE, lambda: kept)
-    assert unavailable_reason(GPU, tmp_path) is None  # type: ignore[arg-type]
-    assert check_gpu(GPU, tmp_path) == kept  # type: ignore[arg-type]
+    assert unavailable_reason(GPU, tmp_path) is None
+    assert check_gpu(GPU, tmp_path) == kept
 
 
 def test_a_step_does_not_wait_until_a_slow_check_has_ended(tmp_path: Path) -> None:
     """Its result is for later calls, of this process and of others."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    code = "import json, sys; open(%r).read(); open(json.loads(sys.argv[1])[0], 'w').write(%r)"
-    slow = (sys.executable, "-S", "-c", code % (str(gate), FORMAT.format(verdict(FINE, BAD))))
+    slow = answering(FORMAT.format(verdict(FINE, BAD)), f"open({str(gate)!r}).read()")
     for _ in range(2):
-        assert unavailable_reason(GPU, tmp_path, max_wait_s=0, command=slow) == (  # type: ignore[arg-type]
+        assert unavailable_reason(GPU, tmp_path, max_wait_s=0, command=slow) == (
             "the self-check of cuda:1 (Fake GPU) has not ended after 0 s; graphs that are compiled later use its result"
         )
         assert SelfChecks(tmp_path).read(MINE).content is None
     gate.write_text("")
     wanted = "the self-check of cuda:1 (Fake GPU) failed: dropout: equal masks"
-    assert unavailable_reason(GPU, tmp_path, max_wait_s=900, command=slow) == wanted  # type: ignore[arg-type]
-    assert unavailable_reason(GPU, tmp_path, max_wait_s=0, command=slow) == wanted  # type: ignore[arg-type]
+    assert unavailable_reason(GPU, tmp_path, max_wait_s=900, command=slow) == wanted
+    assert unavailable_reason(GPU, tmp_path, max_wait_s=0, command=slow) == wanted
     assert SelfChecks(tmp_path).read(MINE).content is not None
 
 
@@ -154,7 +150,6 @@ def is_running(pid: int) -> bool:
 
 def test_a_check_that_the_end_of_the_process_breaks_off_leaves_no_verdict(tmp_path: Path) -> None:
     """Its own process ends, too."""
-    hangs = (sys.executable, "-S", "-c", "import threading; threading.Event().wait()")
     code = (
         "import torch\n"
         "from pathlib import Path\n"
@@ -162,7 +157,7 @@ def test_a_check_that_the_end_of_the_process_breaks_off_leaves_no_verdict(tmp_pa
         "from apollo_compile.device.gpu.check import self_check\n"
         "native = SimpleNamespace(name='Fake GPU', driver_version=13000, num_sms=132)\n"
         "gpu = SimpleNamespace(device=torch.device('cuda', 1), native=native)\n"
-        f"assert self_check.unavailable_reason(gpu, Path({str(tmp_path)!r}), max_wait_s=0, command={hangs!r})\n"
+        f"assert self_check.unavailable_reason(gpu, Path({str(tmp_path)!r}), max_wait_s=0, command={HANGS!r})\n"
         "while not self_check._processes: pass\n"
         "print(next(iter(self_check._processes)).pid)\n"
     )
@@ -182,18 +177,15 @@ def test_targets_hand_on_the_reason() -> None:
     assert asked.unavailable_reason() == "hand-overs: late"
 
 
+TRY_AGAIN = "'apollo doctor --self-check' tries again"
+
+
 @pytest.mark.parametrize(
     ("findings", "is_new", "level", "text", "advice"),
     [
         ((FINE,), True, Level.OK, "lanes work: tried just now", ""),
         ((FINE, WARNED), False, Level.OK, "lanes work: tried on 2001-09-0", ""),
-        (
-            (FINE, BAD),
-            False,
-            Level.ERROR,
-            "lanes stay off: tried on 2001-09-0",
-            "'apollo doctor --self-check' tries again",
-        ),
+        ((FINE, BAD), False, Level.ERROR, "lanes stay off: tried on 2001-09-0", TRY_AGAIN),
     ],
 )
 def test_doctor_shows_the_verdict_and_its_age(

@@ -95,9 +95,7 @@ def random_function(
         chosen += [unread.pop() for _ in range(min(len(unread), 1 + len(unread) // max(1, num_inner - number)))]
         chosen = list(dict.fromkeys(chosen)) + ([writes] if writes is not None and number == 0 else [])
         new = [rng.choice((1, 7, 64, 100, 129, 300)) for _ in range(rng.choice((1, 1, 2)))] if is_inner else []
-        new = new or [made[number - num_inner]]
-        if is_inner:
-            new = new[:1] if number else new
+        new = new[: 1 if number else 2] or [made[number - num_inner]]
         reads.append(chosen)
         outputs.append(list(range(len(sizes), len(sizes) + len(new))))
         sizes += new
@@ -190,7 +188,9 @@ class Eager:
 class OnLanes:
     """The model on a device, in several variants."""
 
-    def __init__(self, model: Model, rng: random.Random, *, owners_release: bool = True, **options: Any) -> None:
+    owners_release = True
+
+    def __init__(self, model: Model, rng: random.Random) -> None:
         self.gpu = FakeGpu(units=UNITS)
         lanes = lane_catalogue(UNITS)
 
@@ -202,7 +202,7 @@ class OnLanes:
                 else random_plan(rng, graph, lanes, random_costs(rng, graph, lanes))
             )
             return CudaExecutable(
-                program=program_of(graph, planned, owners_release=owners_release),
+                program=program_of(graph, planned, owners_release=self.owners_release),
                 graph=graph,
                 bodies=[CompiledBody(function=body) for body in function.bodies],
                 gpu=gpu,
@@ -210,7 +210,6 @@ class OnLanes:
                 shared=other if graph.role is Role.INFERENCE else memory,
                 variant=variant,
                 strict=True,
-                **options,
             )
 
         memory, other = ModelMemory(), ModelMemory()
@@ -233,7 +232,6 @@ class OnLanes:
 
     @property
     def races(self) -> list[str]:
-        """Races of all variants."""
         return [race for gpu in (self.gpu, *self.gpu.others.values()) for race in gpu.races]
 
 
@@ -364,16 +362,14 @@ def train(model: Model, runs: Eager | OnLanes, script: Sequence[LoopStep]) -> li
             if step.swap:
                 _swap(weights, averages)
             x = torch.randn(x_size, generator=generator)
-            seen += [
-                out for out in runs.inference([x, statistics, *map(torch.Tensor.detach, weights)]) if out is not None
-            ]
+            seen += runs.inference([x, statistics, *map(torch.Tensor.detach, weights)])
             if step.swap:
                 _swap(weights, averages)
         if step.zero_grad == "before the backward":
             clear()
         if step.zero_grad == "in place before the backward":
             for weight in weights:
-                _ = None if weight.grad is None else weight.grad.zero_()
+                weight.grad = None if weight.grad is None else weight.grad.zero_()
         runs.use(step.backward_variant)
         for loss in losses[:: -1 if step.reverse else 1]:
             for is_last in (False, True) if step.retain else (True,):
@@ -385,7 +381,6 @@ def train(model: Model, runs: Eager | OnLanes, script: Sequence[LoopStep]) -> li
         seen += [weight.grad for weight in weights if step.hold and weight.grad is not None]
         with torch.no_grad():
             for weight, average in zip(weights, averages, strict=True):
-                assert weight.grad is not None
                 weight -= 0.1 * weight.grad
                 average.lerp_(weight, 0.1)
         if step.zero_grad == "after the step":
@@ -420,10 +415,10 @@ def expected(scenario: str, seed: int) -> tuple[Model, list[torch.Tensor]]:
     return model, train(model, Eager(model), script_of(scenario, seed))
 
 
-def check(scenario: str, seed: int, **options: Any) -> OnLanes:
+def check(scenario: str, seed: int) -> OnLanes:
     """Expect what a user sees on the device to be what eager shows, and no races."""
     model, wanted = expected(scenario, seed)
-    runs = OnLanes(model, random.Random(seed), **options)
+    runs = OnLanes(model, random.Random(seed))
     found = train(model, runs, script_of(scenario, seed))
     assert len(found) == len(wanted)
     assert [index for index, pair in enumerate(zip(found, wanted, strict=True)) if not torch.equal(*pair)] == []
@@ -443,9 +438,8 @@ def test_training_is_as_in_eager(scenario: str, seed: int) -> None:
 def test_memory_is_used_again_within_a_capture_and_by_others_of_its_pool() -> None:
     """Else these tests would show nothing."""
     runs = check("zero_grad after the step", 1)
-    recordings = runs.gpu.recordings
     written = [
-        output.data_ptr() for each in recordings for operation in each.operations for output in operation.outputs
+        out.data_ptr() for each in runs.gpu.recordings for operation in each.operations for out in operation.outputs
     ]
     assert len(set(written)) < len(written)
     assert all(address % ROUNDING == 0 for address in written)
@@ -473,56 +467,31 @@ def _release_on_lane_of_reader(program: Program, owners: Mapping[BufferId, LaneI
     return find_releases(program, {buffer: readers.get(buffer, owner) for buffer, owner in owners.items()})
 
 
-MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]] = {
-    "what was handed out is not looked at": (
-        "two forwards",
-        lambda patch: _set(patch, ModelMemory, "is_free", lambda memory: True),
-    ),
-    "liveness is that of one variant": (
-        "a switch before the backward",
-        lambda patch: _set(patch, ModelMemory, "is_free", _check_own_outputs),
-    ),
-    "a backward asks for addresses alone": (
-        "saved-tensor hooks",
-        lambda patch: _set(patch, ModelMemory, "contents", property(lambda memory: next(iter(memory.forwards), None))),
-    ),
-    "a graph that is kept is replayed": (
-        "retain_graph",
-        lambda patch: _set(patch, execute, "retains_graph", lambda: False),
-    ),
-    "hooks are not looked at": (
-        "saved-tensor hooks",
-        lambda patch: _set(patch, execute, "has_saved_tensor_hooks", lambda: False),
-    ),
+_latest_forward = property(lambda memory: next(iter(memory.forwards), None))
+
+MUTANTS: dict[str, tuple[str, object, str, object]] = {
+    "what was handed out is not looked at": ("two forwards", ModelMemory, "is_free", lambda memory: True),
+    "liveness is that of one variant": ("a switch before the backward", ModelMemory, "is_free", _check_own_outputs),
+    "a backward asks for addresses alone": ("saved-tensor hooks", ModelMemory, "contents", _latest_forward),
+    "a graph that is kept is replayed": ("retain_graph", execute, "retains_graph", lambda: False),
+    "hooks are not looked at": ("saved-tensor hooks", execute, "has_saved_tensor_hooks", lambda: False),
     "inputs are released on the lane of the reader": (
-        "zero_grad after the step",
-        lambda patch: _set(patch, capturer, "find_releases", _release_on_lane_of_reader),
+        *("zero_grad after the step", capturer, "find_releases", _release_on_lane_of_reader),
     ),
-    "lent gradients in use are not looked at": (
-        "collected gradients",
-        lambda patch: _set(patch, ModelMemory, "is_free", _forget_gradients),
-    ),
-    "buffers are released on the lane of the reader": (
-        "zero_grad after the step",
-        lambda patch: {"owners_release": False},
-    ),
+    "lent gradients in use are not looked at": ("collected gradients", ModelMemory, "is_free", _forget_gradients),
+    "buffers are released on the lane of the reader": ("zero_grad after the step", OnLanes, "owners_release", False),
 }
-"""Changes to single rules, and options of the program, with the scenario in which they make some program wrong."""
-
-
-def _set(patch: pytest.MonkeyPatch, owner: object, name: str, value: object) -> dict[str, Any]:
-    patch.setattr(owner, name, value)
-    return {}
+"""Changes to single rules, each behind the scenario in which it makes some program wrong."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By numbers that differ, or by races."""
-    scenario, change = MUTANTS[mutant]
-    options = change(monkeypatch)
+    scenario, *change = MUTANTS[mutant]
+    monkeypatch.setattr(*change)
     for seed in range(64):
         try:
-            check(scenario, seed, **options)
+            check(scenario, seed)
         except AssertionError:
             return
     pytest.fail("no random program told the difference")

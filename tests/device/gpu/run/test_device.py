@@ -23,10 +23,10 @@ def open_stub(stub: ctypes.CDLL, ordinal: int = 0) -> _native.CudaDevice:
     return _native.cuda_device(ordinal, stub._name)
 
 
-def sms_of(stub: ctypes.CDLL, lane: _native.CudaLane) -> set[int]:
-    """Return the SMs that the lane's stream uses."""
+def sms_of(stub: ctypes.CDLL, stream: int) -> set[int]:
+    """Return the SMs that a stream uses."""
     sms = (ctypes.c_int * 256)()
-    count = stub.stub_sms_of_stream(lane.stream, sms)
+    count = stub.stub_sms_of_stream(stream, sms)
     assert count >= 0
     return set(sms[:count])
 
@@ -51,7 +51,7 @@ def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDL
     for one, its in zip(lanes, natives, strict=True):
         assert its.num_sms == len(one.units)
         for other, others in zip(lanes, natives, strict=True):
-            shared = sms_of(stub, its) & sms_of(stub, others)
+            shared = sms_of(stub, its.stream) & sms_of(stub, others.stream)
             assert len(shared) == len(set(one.units) & set(other.units))
     assert stub.stub_log().decode().split().count("cuDevSmResourceSplitByCount") == 1
 
@@ -74,7 +74,7 @@ def test_lanes_are_made_of_the_atoms_that_the_driver_grants(
         assert left.units + right.units == first.units[: sum(device.atom_sizes)]
     for lane in others:
         made = device.lane(atoms_of(lane, device.atom_sizes))
-        assert made.num_sms == len(sms_of(stub, made)) == len(lane.units)
+        assert made.num_sms == len(sms_of(stub, made.stream)) == len(lane.units)
 
 
 def test_what_the_driver_refuses_is_a_cuda_error_that_says_what_to_do(stub: ctypes.CDLL) -> None:

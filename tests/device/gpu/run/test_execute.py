@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from apollo_compile.device.gpu.target import as_one_segment
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.ir import Buffer, BufferId, Lane, LaneId, Role, SegmentGraph, SegmentId
 from apollo_compile.target.target import CompiledBody, Contract
-from tests.builders import graph, plan
+from tests.builders import graph, in_threads, plan
 from tests.device.gpu.arena import SEGMENT_BYTES
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
 from tests.device.gpu.run.test_launch import program_of
@@ -120,15 +119,11 @@ def test_the_first_runs_are_on_lanes_and_later_ones_replay(gpu: FakeGpu) -> None
     for step in range(6):
         x = torch.randn(4)
         loss, kept = executable.run([x, weight])
-        assert loss is not None and kept is not None
         assert all(map(torch.equal, (loss, kept), expected(x, weight)))
         results.append((loss, x))
         del kept
-        assert counts(executable) == (
-            min(step + 1, WARMUP_RUNS),
-            int(step >= WARMUP_RUNS),
-            max(0, step + 1 - WARMUP_RUNS),
-        )
+        num_launches = min(step + 1, WARMUP_RUNS)
+        assert counts(executable) == (num_launches, int(step >= WARMUP_RUNS), step + 1 - num_launches)
     for loss, x in results:
         assert torch.equal(loss, expected(x, weight)[0])
     assert not gpu.races
@@ -178,15 +173,15 @@ def make_pair(
     return forward, backward
 
 
-def step(pair: tuple[CudaExecutable, CudaExecutable], weight: torch.Tensor) -> None:
-    """Run forward and backward, and check the gradients."""
+def step(pair: tuple[CudaExecutable, CudaExecutable], weight: torch.Tensor, times: int = 1) -> None:
+    """Run forward and backward so often, and check the gradients."""
     forward, backward = pair
-    x, tangent = torch.randn(4), torch.randn(4)
-    _, kept = forward.run([x, weight])
-    assert kept is not None
-    first, second = backward.run([kept, weight, tangent])
-    assert first is not None and torch.equal(first, x * weight * weight)
-    assert second is not None and torch.equal(second, x * weight - tangent)
+    for _ in range(times):
+        x, tangent = torch.randn(4), torch.randn(4)
+        _, kept = forward.run([x, weight])
+        first, second = backward.run([kept, weight, tangent])
+        assert torch.equal(first, x * weight * weight) and torch.equal(second, x * weight - tangent)
+        del kept, first, second
 
 
 def test_variants_of_a_model_overlay_each_other(gpu: FakeGpu) -> None:
@@ -195,17 +190,15 @@ def test_variants_of_a_model_overlay_each_other(gpu: FakeGpu) -> None:
     pairs.append(make_pair(gpu, shared=pairs[0][0].shared, variant="second"))
     weight, sizes = torch.randn(4), []
     for pair in (*pairs, *pairs):
-        for _ in range(4):
-            step(pair, weight)
+        step(pair, weight, times=4)
         sizes.append(sum(segment.num_bytes for segment in gpu.recordings[0].pool.segments))
     assert len(set(sizes)) == 1 and len(gpu.recordings) == 4
     (first, first_back), (second, second_back) = pairs
     x, y, tangent = torch.randn(4), torch.randn(4), torch.randn(4)
     kept, other = first.run([x, weight])[1], second.run([y, weight])[1]
-    assert kept is not None and other is not None
     assert (first.num_launches, second.num_launches) == (2, 3)
-    assert torch.equal(second_back.run([other, weight, tangent])[1], y * weight - tangent)  # type: ignore[arg-type]
-    assert torch.equal(first_back.run([kept, weight, tangent])[1], x * weight - tangent)  # type: ignore[arg-type]
+    assert torch.equal(second_back.run([other, weight, tangent])[1], y * weight - tangent)
+    assert torch.equal(first_back.run([kept, weight, tangent])[1], x * weight - tangent)
     assert (first_back.num_launches, second_back.num_launches) == (2, 3)
 
 
@@ -218,7 +211,7 @@ def test_a_failed_capture_is_told_once_and_lanes_stay(gpu: FakeGpu, caplog: pyte
         for _ in range(6):
             x = torch.randn(4)
             loss, _ = executable.run([x, weight])
-            assert loss is not None and torch.equal(loss, expected(x, weight)[0])
+            assert torch.equal(loss, expected(x, weight)[0])
     assert [record.message for record in caplog.records] == [
         "test runs on lanes without a CUDA graph: RuntimeError: operation not permitted when stream is capturing"
     ]
@@ -238,7 +231,7 @@ def test_an_operator_that_must_not_be_captured_is_launched_at_every_step(gpu: Fa
     for number in range(1, 6):
         x = torch.randn(4)
         out, _ = executable.run([x, weight])
-        assert out is not None and torch.equal(out, number + x.sin())
+        assert torch.equal(out, number + x.sin())
     with pytest.raises(UnsupportedGraphError, match="test has mine::count, which no CUDA graph may hold"):
         executable.measure([x, weight])
     assert counts(executable) == (5, 0, 0)
@@ -251,7 +244,6 @@ def test_lanes_wait_for_every_stream_that_may_read_what_they_made(gpu: FakeGpu) 
     for _ in range(2):
         gpu.caller = CALLER
         out, _ = executable.run([torch.randn(4), weight])
-        assert out is not None
         gpu.call(lambda tensors: [tensors[0] + 1], [out], CALLER)
         del out
         gpu.caller = "another stream"
@@ -270,16 +262,12 @@ def test_one_thread_at_a_time_launches_on_a_device(gpu: FakeGpu) -> None:
         inside[0] -= 1
         return x * weight
 
-    def run() -> None:
+    def run(number: int) -> None:
         executable, weight = two_towers(gpu, slow, torch.sin, torch.add), torch.randn(4)
         for _ in range(3):
             executable.run([torch.randn(4), weight])
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, 3)
     assert most == [1]
 
 
@@ -300,7 +288,7 @@ def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu
     for _ in range(4):
         x = torch.randn(4)
         loss, _ = executable.run([x, weight])
-        assert loss is not None and torch.equal(loss, expected(x, weight)[0])
+        assert torch.equal(loss, expected(x, weight)[0])
 
 
 def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(gpu: FakeGpu) -> None:
@@ -328,7 +316,7 @@ def test_the_lane_with_every_unit_has_no_quota(gpu: FakeGpu) -> None:
     for _ in range(4):
         x = torch.randn(4)
         (out,) = executable.run([x])
-        assert out is not None and torch.equal(out, x.cos() + x.sin())
+        assert torch.equal(out, x.cos() + x.sin())
     assert counts(executable) == (2, 1, 2)
 
 
@@ -345,12 +333,7 @@ def test_bodies_are_timed_on_every_quota_without_a_trace(gpu: FakeGpu) -> None:
     torch.manual_seed(1)
     observations = executable.measure([x, counter])
     assert [(each.body, each.units, each.median_ns, each.count) for each in observations.entries] == [
-        (0, 1, 900, 5),
-        (0, 2, 500, 5),
-        (1, 1, 900, 5),
-        (1, 2, 500, 5),
-        (2, 1, 900, 5),
-        (2, 2, 500, 5),
+        (body, units, ns, 5) for body in range(3) for units, ns in ((1, 900), (2, 500))
     ]
     assert torch.equal(counter, torch.zeros(4)) and not gpu.races
     after = torch.rand(1)

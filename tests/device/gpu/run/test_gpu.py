@@ -18,6 +18,7 @@ from apollo_compile.device import open as device_open
 from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
+from tests.device.gpu.run.test_device import sms_of
 
 WHOLE = Lane(id=LaneId(0), units=tuple(range(132)))
 LEFT = Lane(id=LaneId(1), units=tuple(range(96)))
@@ -40,17 +41,11 @@ def gpu(stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> TorchGpu:
     return TorchGpu(0)
 
 
-def sms_of(stub: ctypes.CDLL, stream: SimpleNamespace) -> set[int]:
-    """Return the SMs of a lane's stream."""
-    sms = (ctypes.c_int * 256)()
-    return set(sms[: stub.stub_sms_of_stream(stream.cuda_stream, sms)])
-
-
 def test_a_lane_has_the_sms_of_its_units(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
     """The same stream every time; with every unit it is the caller's own."""
     left, right = gpu.lane_stream(LEFT), gpu.lane_stream(RIGHT)
-    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (96, 36)
-    assert not sms_of(stub, left) & sms_of(stub, right)
+    assert (len(sms_of(stub, left.cuda_stream)), len(sms_of(stub, right.cuda_stream))) == (96, 36)
+    assert not sms_of(stub, left.cuda_stream) & sms_of(stub, right.cuda_stream)
     assert gpu.lane_stream(RIGHT) is right
     assert gpu.lane_stream(WHOLE) is None
 
@@ -59,7 +54,7 @@ def test_plain_streams_are_of_the_runtime_and_may_use_every_sm(gpu: TorchGpu, st
     """None is one of torch's, which it gives to others as well; a lane keeps its own."""
     free = gpu.sharing(Sharing.FREE)
     left, right = free.lane_stream(LEFT), free.lane_stream(RIGHT)
-    assert len(sms_of(stub, left)) == len(sms_of(stub, right)) == 132
+    assert len(sms_of(stub, left.cuda_stream)) == len(sms_of(stub, right.cuda_stream)) == 132
     assert left.cuda_stream != right.cuda_stream and free.lane_stream(LEFT) is left
     assert stub.stub_log().decode().split().count("cuStreamCreate") == 2
 

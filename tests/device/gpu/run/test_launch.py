@@ -29,13 +29,12 @@ def program_of(made: SegmentGraph, planned: Plan, *, owners_release: bool = True
     return program
 
 
-def random_program(seed: int, *, owners_release: bool = True) -> tuple[SegmentGraph, Program]:
-    """Return a random program over random lanes."""
+def random_planned(seed: int) -> tuple[SegmentGraph, Plan]:
+    """Return a random graph and a random plan of it over random lanes."""
     rng = random.Random(seed)
     made = random_graph(rng, rng.randrange(1, 14))
     lanes = random_lanes(rng)
-    planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
-    return made, program_of(made, planned, owners_release=owners_release)
+    return made, random_plan(rng, made, lanes, random_costs(rng, made, lanes))
 
 
 def bodies_of(made: SegmentGraph) -> list:  # type: ignore[type-arg]
@@ -65,7 +64,8 @@ def expected_of(made: SegmentGraph, value: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("seed", range(60))
 def test_any_program_is_launched_in_a_legal_order_and_frees_memory_safely(seed: int) -> None:
     """Twice in a row, so that memory freed between runs is used again too; numbers are those of the graph."""
-    made, program = random_program(seed)
+    made, planned = random_planned(seed)
+    program = program_of(made, planned)
     gpu = FakeGpu(units=len(program.lanes[0].units))
     launcher = Launcher(program, bodies_of(made), gpu)
     for value in (1.0, 2.0):
@@ -88,10 +88,7 @@ def test_holds_for_threads_would_be_races_on_a_gpu() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_buffers_go_on_their_owners_lane_as_early_as_it_knows_the_readers_ended(seed: int) -> None:
     """Every other hold is refused, and graph inputs stay to the end."""
-    rng = random.Random(seed)
-    made = random_graph(rng, rng.randrange(2, 12))
-    lanes = random_lanes(rng)
-    planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
+    made, planned = random_planned(seed)
     syncs = eliminate_syncs(made, planned)
     memory = plan_memory(made, planned, syncs, owners_release=True)
     check_memory(memory, made, planned, syncs, owners_release=True)
@@ -110,7 +107,7 @@ def test_buffers_go_on_their_owners_lane_as_early_as_it_knows_the_readers_ended(
 @pytest.mark.parametrize("seed", range(40))
 def test_the_host_order_has_every_instruction_once_and_records_before_waits(seed: int) -> None:
     """And every lane's own order."""
-    _, program = random_program(seed)
+    program = program_of(*random_planned(seed))
     order = host_order(program)
     for lane, instructions in zip(program.lanes, program.instructions, strict=True):
         assert tuple(each for on, each in order if on == lane.id) == instructions
@@ -136,18 +133,10 @@ def test_every_lane_forks_from_the_caller_and_joins_it() -> None:
     launcher.launch([torch.ones(1)], CALLER)
     a, b = "lane 1", "lane 2"
     fork = [("record", CALLER), ("wait", a), ("wait", b)]
-    middle = [
-        ("launch", a),
-        ("record", a),
-        ("wait", b),
-        ("launch", b),
-        ("record", b),
-        ("launch", a),
-        ("wait", a),
-        ("launch", a),
-    ]
+    first = [("launch", a), ("record", a), ("wait", b), ("launch", b), ("record", b)]
+    second = [("launch", a), ("wait", a), ("launch", a)]
     join = [("record", a), ("wait", CALLER), ("record", b), ("wait", CALLER)]
-    assert gpu.log == fork + middle + join
+    assert gpu.log == fork + first + second + join
     assert launcher.streams == {LaneId(1): a, LaneId(2): b}
 
 

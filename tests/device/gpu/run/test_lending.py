@@ -14,7 +14,7 @@ from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.run.test_execute import counts, make_pair, step
 
 Pair = tuple[CudaExecutable, CudaExecutable]
-Gradients = list[torch.Tensor | None]
+Gradients = list[torch.Tensor]
 
 
 def lends(gpu: FakeGpu) -> bool:
@@ -27,18 +27,17 @@ def train(pair: Pair, steps: int, *, zeroed: str, weight: torch.Tensor, held: Gr
     """Take so many steps, add their gradients up as autograd does, and check the sums; return the last ones."""
     forward, backward = pair
     held = [] if held is None else held
-    wanted = [each.clone() for each in held if each is not None]
+    wanted = [each.clone() for each in held]
     for _ in range(steps):
         x, tangent = torch.randn(4), torch.randn(4)
         if zeroed == "before the forward":
             held.clear()
         _, kept = forward.run([x, weight])
-        assert kept is not None
         if zeroed == "after the forward":
             held.clear()
         if zeroed == "in place":
             for each in held:
-                _ = each.zero_() if each is not None else None
+                each.zero_()
         made = [x * weight * weight, x * weight - tangent]
         has_sums = bool(held) and zeroed == "never"
         wanted = [a + b for a, b in zip(wanted, made, strict=True)] if has_sums else made
@@ -48,7 +47,6 @@ def train(pair: Pair, steps: int, *, zeroed: str, weight: torch.Tensor, held: Gr
             held += gradients
         else:
             for total, gradient in zip(held, gradients, strict=True):
-                assert total is not None and gradient is not None
                 total += gradient
             del total, gradient
         del gradients
@@ -93,7 +91,7 @@ def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, capl
     weight = torch.randn(4)
     held = train(pair, 4, zeroed="before the forward", weight=weight)
     kept_for_long = held[0]
-    assert kept_for_long is not None and lends(gpu)
+    assert lends(gpu)
     wanted = kept_for_long.clone()
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         train(pair, 20, zeroed="before the forward", weight=weight, held=held)
@@ -130,16 +128,14 @@ def test_gradients_that_are_still_held_when_a_forward_begins_are_not_overwritten
     """Then that step is launched, and the graphs are captured again in other memory; the old memory ends with them."""
     pair = forward, backward = make_pair(gpu)
     weight = torch.randn(4)
-    for _ in range(4):
-        step(pair, weight)
+    step(pair, weight, times=4)
     _, kept = forward.run([torch.ones(4), weight])
-    held = backward.run([kept, weight, torch.ones(4)])[0]  # type: ignore[list-item]
+    held = backward.run([kept, weight, torch.ones(4)])[0]
     del kept
     old = weakref.ref(gpu.recordings[0].pool)
     gpu.recordings.clear()
-    for _ in range(4):
-        step(pair, weight)
-    assert held is not None and torch.equal(held, weight * weight)
+    step(pair, weight, times=4)
+    assert torch.equal(held, weight * weight)
     assert counts(forward) == counts(backward) == (2 + 1, 2, 3 + 3)
     assert old() is not None and old() is not gpu.recordings[0].pool
     del held
@@ -150,14 +146,13 @@ def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: Fak
     """Two forwards before two backwards: the second of each is launched, into fresh memory, and overwrites nothing."""
     pair = forward, backward = make_pair(gpu)
     weight = torch.randn(4)
-    for _ in range(4):
-        step(pair, weight)
+    step(pair, weight, times=4)
     for _ in range(3):
         xs, tangent = [torch.randn(4), torch.randn(4)], torch.randn(4)
-        saved = [kept for x in xs for kept in forward.run([x, weight])[1:] if kept is not None]
+        saved = [kept for x in xs for kept in forward.run([x, weight])[1:]]
         gradients = [backward.run([kept, weight, tangent])[1] for kept in saved]
         assert len(gradients) == 2
         for x, gradient in zip(xs, gradients, strict=True):
-            assert gradient is not None and torch.equal(gradient, x * weight - tangent)
+            assert torch.equal(gradient, x * weight - tangent)
         del saved, gradients, gradient
     assert counts(backward) == (2 + 3, 1, 2 + 3) and len(gpu.recordings) == 2

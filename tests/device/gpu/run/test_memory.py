@@ -70,8 +70,7 @@ def test_a_backward_goes_with_its_forward(gpu: FakeGpu) -> None:
     forward, backward = make_pair(gpu)
     weights = [torch.randn(4) for _ in range(3)]
     for weight in weights:
-        for _ in range(12):
-            step((forward, backward), weight)
+        step((forward, backward), weight, times=12)
     assert (forward.num_captures, backward.num_captures) == (3, 3)
     assert sorted(map(id, live(gpu))) == sorted(map(id, gpu.recordings[2:]))
 
@@ -80,11 +79,9 @@ def test_released_graphs_leave_no_tensors_behind(gpu: FakeGpu) -> None:
     """But for those that the caller holds."""
     forward, backward = make_pair(gpu)
     weight = torch.randn(4)
-    for _ in range(4):
-        step((forward, backward), weight)
+    step((forward, backward), weight, times=4)
     captured = list(gpu.captures)
     kept = forward.run([torch.ones(4), weight])[1]
-    assert kept is not None
     forward.release()
     assert all(not each.kept.viewed and not each.copied_in and each.recording is None for each in captured)
     assert torch.equal(kept, weight) and live(gpu) == []
@@ -105,9 +102,8 @@ def test_too_little_memory_for_a_capture_ends_captures_of_the_model_alone(
                 gpu.fail_capture = None
                 _, kept = forward.run([torch.ones(4), weight])
                 gpu.fail_capture = torch.OutOfMemoryError("CUDA out of memory")
-                assert kept is not None
                 gradient = backward.run([kept, weight, torch.ones(4)])[0]
-                assert gradient is not None and torch.equal(gradient, weight * weight)
+                assert torch.equal(gradient, weight * weight)
                 del kept, gradient
             else:
                 step((forward, backward), weight)
@@ -199,14 +195,11 @@ def test_a_rehearsal_changes_nothing_that_anybody_sees(gpu: FakeGpu) -> None:
         assert torch.equal(counter, torch.full((4,), float(number)))
     torch.manual_seed(2)
     for x, out in drawn:
-        assert torch.equal(x, torch.randn(4)) and out is not None
+        assert torch.equal(x, torch.randn(4))
         torch.testing.assert_close(out, x * torch.rand(4) + x.sin())
     begin, end = gpu.log.index(("rehearse",)), gpu.log.index(("capture",))
-    assert [each for each in gpu.log[begin:end] if each[0] == "launch"] == [
-        ("launch", "lane 1"),
-        ("launch", "lane 2"),
-        ("launch", "lane 1"),
-    ]
+    launched = [on for what, *on in gpu.log[begin:end] if what == "launch"]
+    assert launched == [["lane 1"], ["lane 2"], ["lane 1"]]
     assert not gpu.races
 
 

@@ -31,7 +31,7 @@ def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> N
         saved, out = executable.run([x, weight])
         held.append(saved)
         assert saved is x
-        assert out is not None and torch.equal(out, (x * weight).sin())
+        assert torch.equal(out, (x * weight).sin())
     assert executable.num_replays == 3
 
 
@@ -43,7 +43,7 @@ def test_a_kept_view_of_a_parameter_is_no_reason_to_wait(gpu: FakeGpu) -> None:
     for _ in range(5):
         held.append(executable.run([torch.randn(4), weight]))
     assert executable.num_replays == 3
-    assert all(kept is not None and torch.equal(kept, weight.view(2, 2)) for _, kept in held)
+    assert all(torch.equal(kept, weight.view(2, 2)) for _, kept in held)
 
 
 def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
@@ -52,7 +52,6 @@ def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
     weight, held = torch.randn(4), []
     for _ in range(6):
         _, kept = forward.run([torch.randn(4), weight])
-        assert kept is not None
         one, other = backward.run([kept, weight, torch.randn(4)])
         assert one is other and one is not None
         held.append(one)
@@ -67,13 +66,12 @@ def test_an_output_that_is_saved_too_is_copied_for_the_user_alone(gpu: FakeGpu) 
     for _ in range(6):
         x, tangent = torch.randn(4), torch.randn(4)
         seen, kept = forward.run([x, weight])
-        assert kept is not None
         held.append((seen, x * weight))
         _, gradient = backward.run([kept, weight, tangent])
-        assert gradient is not None and torch.equal(gradient, x * weight - tangent)
+        assert torch.equal(gradient, x * weight - tangent)
         del kept, gradient
     assert [counts(each) for each in pair] == [(2, 1, 4), (2, 1, 4)]
-    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+    assert all(torch.equal(found, wanted) for found, wanted in held)
 
 
 def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:
@@ -83,11 +81,10 @@ def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:
     for _ in range(6):
         tangent = torch.randn(4)
         _, kept = forward.run([torch.randn(4), weight])
-        assert kept is not None
         held.append((backward.run([kept, weight, tangent])[1], tangent.view(2, 2)))
         del kept
     assert backward.num_replays == 4
-    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+    assert all(torch.equal(found, wanted) for found, wanted in held)
 
 
 def test_an_input_whose_elements_share_memory_cannot_be_copied_into(gpu: FakeGpu) -> None:
@@ -107,7 +104,7 @@ def test_an_output_whose_elements_share_memory_is_copied_out(gpu: FakeGpu) -> No
         held.append((executable.run([x, weight])[0], (x * weight)[:1].expand(3)))
     assert executable.num_replays == 4
     for out, wanted in held:
-        assert out is not None and torch.equal(out, wanted) and out.stride() == (0,)
+        assert torch.equal(out, wanted) and out.stride() == (0,)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +126,6 @@ def test_outputs_that_share_memory_share_it_after_a_replay_too(gpu: FakeGpu, vie
     for _ in range(5):
         x = torch.randn(4)
         out, part = executable.run([x])
-        assert out is not None and part is not None
         assert out.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
         held.append((out, part, x.sin()))
     assert executable.num_replays == 3

@@ -64,7 +64,6 @@ class Torch:
             monkeypatch.setattr(module, "RECOVERS_FROM_CAPTURES", recovers)
 
     def note(self, what: str) -> None:
-        """Keep it, or fail."""
         self.log.append(what)
         for name in self.fails:
             if what.startswith(name) and self.fails[name] > 0:
@@ -72,12 +71,10 @@ class Torch:
                 raise RuntimeError(f"no {name}")
 
     def new_stream(self, name: str) -> Any:
-        """Return a stream."""
         return SimpleNamespace(name=name, wait_stream=lambda other: self.note(f"{name} waits for {other.name}"))
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Make a stream current."""
         before, self.stream = self.stream, stream.name
         try:
             yield
