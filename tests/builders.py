@@ -24,16 +24,23 @@ from apollo_compile.ir import (
     CostTable,
     Lane,
     LaneId,
+    MemoryPlan,
     Mode,
     Origin,
     Plan,
+    Program,
     Quota,
     Role,
     Segment,
     SegmentGraph,
     SegmentId,
+    SyncPlan,
     Work,
 )
+from apollo_compile.ir.check import check_memory, check_program, check_syncs
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.planner.problem import ExecutionMode as TaskMode
 from apollo_compile.planner.problem import Interference, Problem, ResourceHold, Task
 from apollo_compile.planner.simulate import serial_schedule
@@ -214,6 +221,17 @@ def random_plan(rng: random.Random, graph: SegmentGraph, lanes: tuple[Lane, ...]
         left.remove(order[-1])
     letters = "".join(rng.choice(LETTERS[: len(lanes)]) for _ in order)
     return plan(graph, letters, lanes=lanes, costs=costs, order=order)
+
+
+def follow(graph: SegmentGraph, plan: Plan) -> tuple[SyncPlan, MemoryPlan, Program]:
+    """Return what follows from a plan, checked."""
+    syncs = eliminate_syncs(graph, plan)
+    check_syncs(syncs, graph, plan)
+    memory = plan_memory(graph, plan, syncs)
+    check_memory(memory, graph, plan, syncs)
+    program = emit_program(graph, plan, syncs, memory)
+    check_program(program, graph, plan, syncs, memory)
+    return syncs, memory, program
 
 
 def seeds(always: int, num: int) -> list[Any]:

@@ -11,10 +11,7 @@ import pytest
 
 from apollo_compile.ir import Buffer, BufferId, Phase, SegmentGraph, SegmentId
 from apollo_compile.passes.compose import Call, compose_step
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import graph, random_costs, random_graph, random_lanes, random_plan
+from tests.builders import follow, graph, random_costs, random_graph, random_lanes, random_plan
 from tests.races import find_races
 
 Memory = dict[BufferId, int]
@@ -173,9 +170,7 @@ def test_programs_of_steps_have_no_races(seed: int) -> None:
     step = compose_step("step", [forward, backward, add], calls, inputs=inputs, outputs=[total])
 
     lanes = random_lanes(rng)
-    planned = random_plan(rng, step, lanes, random_costs(rng, step, lanes))
-    syncs = eliminate_syncs(step, planned)
-    program = emit_program(step, planned, syncs, plan_memory(step, planned, syncs))
+    *_, program = follow(step, random_plan(rng, step, lanes, random_costs(rng, step, lanes)))
     assert [defect for _ in range(3) for defect in find_races(program, step, rng)] == []
 
 

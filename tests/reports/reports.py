@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 from apollo_compile.ir import (
     Body,
     Capture,
+    CostTable,
     GraphBreak,
     Observations,
     Partition,
+    Plan,
     SegmentGraph,
     Span,
     Standing,
@@ -18,18 +21,18 @@ from apollo_compile.ir import (
     Variant,
     Verdict,
 )
-from apollo_compile.ir.check import check_memory, check_program, check_syncs
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import GraphSummary
+from apollo_compile.reports.words import describe
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import lane_catalogue
+from apollo_compile.target.profile import DeviceProfile
 from benchmarks.graphs import WORKLOADS, load_graphs
+from tests.builders import follow
 
 UNITS = 4
 
@@ -43,33 +46,44 @@ VERDICT = Verdict(
 """Of two variants, the one measured in 5 rounds and the other in 7."""
 
 
+def report_of(*graphs: GraphSummary, **others: Any) -> Report:
+    """Return a report of these graphs, without fallbacks unless they are given."""
+    return Report(graphs=graphs, **{"fallbacks": (), **others})
+
+
+def told_of(graph: GraphSummary) -> str:
+    """Return what a report of one graph says of it in words."""
+    return " ".join(describe(graph, report_of(graph)))
+
+
+def compilation_of(
+    capture: Capture, partition: Partition, profile: DeviceProfile, costs: CostTable, plan: Plan
+) -> Compilation:
+    """Return all products of a graph that has a plan, checked, without measurements."""
+    syncs, memory, program = follow(partition.graph, plan)
+    planned = {"costs": costs, "plan": plan, "syncs": syncs, "memory": memory, "program": program}
+    return Compilation(
+        capture=capture,
+        partition=partition,
+        profile=profile,
+        observations=Observations(),
+        **planned,  # type: ignore[arg-type]
+    )
+
+
 def compile_graph(graph: SegmentGraph, *, units: int = UNITS, time_limit_s: float = 2.0) -> Compilation:
     """Return all products of a saved graph, planned by heuristics; its nodes are not saved, so the capture has none."""
     profile = default_profile(units)
     lanes = lane_catalogue(units)
     costs = estimate_costs(graph, profile, Observations())
     plan = make_plan(graph, costs, lanes=lanes, planner="greedy", time_limit_s=time_limit_s)
-    syncs = eliminate_syncs(graph, plan)
-    memory = plan_memory(graph, plan, syncs)
-    program = emit_program(graph, plan, syncs, memory)
-    check_syncs(syncs, graph, plan)
-    check_memory(memory, graph, plan, syncs)
-    check_program(program, graph, plan, syncs, memory)
     bodies = {
         segment.body: Body(id=segment.body, name=segment.name, nodes=(), inputs=(), outputs=())
         for segment in reversed(graph.segments)
     }
-    return Compilation(
-        capture=Capture(name=graph.name, role=graph.role, nodes=(), outputs=()),
-        partition=Partition(graph=graph, bodies=tuple(bodies.values()), nodes_by_segment=()),
-        profile=profile,
-        observations=Observations(),
-        costs=costs,
-        plan=plan,
-        syncs=syncs,
-        memory=memory,
-        program=program,
-    )
+    capture = Capture(name=graph.name, role=graph.role, nodes=(), outputs=())
+    partition = Partition(graph=graph, bodies=tuple(bodies.values()), nodes_by_segment=())
+    return compilation_of(capture, partition, profile, costs, plan)
 
 
 def invent_run(compilation: Compilation, seed: int = 0) -> Trace:
@@ -106,7 +120,7 @@ def workload_report(name: str) -> Report:
     for role in ("forward", "backward"):
         compilation = compile_graph(graphs[f"{name}_{role}"])
         summaries.append(summarize(compilation, invent_run(compilation)))
-    return Report(graphs=tuple(summaries), fallbacks=())
+    return report_of(*summaries)
 
 
 def a_break(**changes: object) -> GraphBreak:
