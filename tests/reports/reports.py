@@ -61,13 +61,16 @@ def compilation_of(
 ) -> Compilation:
     """Return all products of a graph that has a plan, checked, without measurements."""
     syncs, memory, program = follow(partition.graph, plan)
-    planned = {"costs": costs, "plan": plan, "syncs": syncs, "memory": memory, "program": program}
     return Compilation(
         capture=capture,
         partition=partition,
         profile=profile,
         observations=Observations(),
-        **planned,  # type: ignore[arg-type]
+        costs=costs,
+        plan=plan,
+        syncs=syncs,
+        memory=memory,
+        program=program,
     )
 
 
