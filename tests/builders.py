@@ -16,27 +16,7 @@ from typing import Any
 
 import pytest
 
-from apollo_compile.ir import (
-    Assignment,
-    BodyId,
-    Buffer,
-    BufferId,
-    CostTable,
-    Lane,
-    LaneId,
-    MemoryPlan,
-    Mode,
-    Origin,
-    Plan,
-    Program,
-    Quota,
-    Role,
-    Segment,
-    SegmentGraph,
-    SegmentId,
-    SyncPlan,
-    Work,
-)
+from apollo_compile import ir
 from apollo_compile.ir.check import check_memory, check_program, check_syncs
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
@@ -57,54 +37,54 @@ def graph(
     names: Sequence[str] | None = None,
     bodies: Sequence[int] | None = None,
     collectives: Sequence[int] = (),
-) -> SegmentGraph:
+) -> ir.SegmentGraph:
     """Return a graph in which every segment makes one buffer.
 
     Buffer 0 is the graph input and is read by segments that read nothing else; segment `s` makes buffer `s + 1`.
     Without `outputs` (segments), the graph returns what nobody reads. `collectives` are segments too.
     """
     after = after or {}
-    readers: list[list[SegmentId]] = [[] for _ in range(len(reads) + 1)]
+    readers: list[list[ir.SegmentId]] = [[] for _ in range(len(reads) + 1)]
     for segment, others in enumerate(reads):
         for buffer in [other + 1 for other in others] or [0]:
-            readers[buffer].append(SegmentId(segment))
+            readers[buffer].append(ir.SegmentId(segment))
     returned = [s for s in range(len(reads)) if not readers[s + 1]] if outputs is None else list(outputs)
     segments = tuple(
-        Segment(
-            id=SegmentId(s),
+        ir.Segment(
+            id=ir.SegmentId(s),
             name=names[s] if names else f"m{s}",
             module=names[s] if names else f"m{s}",
-            body=BodyId(bodies[s] if bodies else s),
-            inputs=tuple(BufferId(other + 1) for other in others) or (BufferId(0),),
-            outputs=(BufferId(s + 1),),
-            after=tuple(SegmentId(other) for other in after.get(s, ())),
-            work=Work(flops=1000, bytes_read=100, bytes_written=100, kernels=2),
+            body=ir.BodyId(bodies[s] if bodies else s),
+            inputs=tuple(ir.BufferId(other + 1) for other in others) or (ir.BufferId(0),),
+            outputs=(ir.BufferId(s + 1),),
+            after=tuple(ir.SegmentId(other) for other in after.get(s, ())),
+            work=ir.Work(flops=1000, bytes_read=100, bytes_written=100, kernels=2),
             has_collective=s in collectives,
         )
         for s, others in enumerate(reads)
     )
     buffers = tuple(
-        Buffer(
-            id=BufferId(b),
+        ir.Buffer(
+            id=ir.BufferId(b),
             name="x" if b == 0 else f"v{b - 1}",
-            producer=None if b == 0 else SegmentId(b - 1),
+            producer=None if b == 0 else ir.SegmentId(b - 1),
             readers=tuple(readers[b]),
             num_bytes=sizes[b] if sizes else 100,
             is_output=b - 1 in returned and b > 0,
         )
         for b in range(len(reads) + 1)
     )
-    return SegmentGraph(
+    return ir.SegmentGraph(
         name="test",
-        role=Role.INFERENCE,
+        role=ir.Role.INFERENCE,
         segments=segments,
         buffers=buffers,
-        inputs=(BufferId(0),),
-        outputs=tuple(BufferId(s + 1) for s in returned),
+        inputs=(ir.BufferId(0),),
+        outputs=tuple(ir.BufferId(s + 1) for s in returned),
     )
 
 
-def random_graph(rng: random.Random, num_segments: int) -> SegmentGraph:
+def random_graph(rng: random.Random, num_segments: int) -> ir.SegmentGraph:
     """Return a graph with random readers, sizes, bodies, outputs and a few order-only dependencies."""
     reach = rng.choice((2, 4, num_segments))
     reads = [
@@ -123,7 +103,7 @@ def random_graph(rng: random.Random, num_segments: int) -> SegmentGraph:
     )
 
 
-def random_lanes(rng: random.Random) -> tuple[Lane, ...]:
+def random_lanes(rng: random.Random) -> tuple[ir.Lane, ...]:
     """Return the catalogue of a random device, or random overlapping lanes behind one lane with all units."""
     units = rng.choice((1, 2, 2, 3, 4, 4, 8))
     if units == 1 or rng.random() < 0.5:
@@ -131,34 +111,34 @@ def random_lanes(rng: random.Random) -> tuple[Lane, ...]:
     found = {tuple(range(units)): None}
     for _ in range(rng.randrange(1, 5)):
         found[tuple(sorted(rng.sample(range(units), rng.randrange(1, units))))] = None
-    return tuple(Lane(id=LaneId(index), units=chosen) for index, chosen in enumerate(found))
+    return tuple(ir.Lane(id=ir.LaneId(index), units=chosen) for index, chosen in enumerate(found))
 
 
-def random_costs(rng: random.Random, graph: SegmentGraph, lanes: Sequence[Lane]) -> CostTable:
+def random_costs(rng: random.Random, graph: ir.SegmentGraph, lanes: Sequence[ir.Lane]) -> ir.CostTable:
     """Return durations that mostly, not always, fall with the number of units."""
     counts = sorted({len(lane.units) for lane in lanes})
     scale = rng.choice((20, 1000, 100_000))
 
-    def modes(segment: Segment) -> tuple[Mode, ...]:
+    def modes(segment: ir.Segment) -> tuple[ir.Mode, ...]:
         work, exponent = rng.randrange(1, scale), rng.uniform(-0.1, 1.0)
         memory = sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs)
         return tuple(
-            Mode(units=units, duration_ns=max(1, round(work / units**exponent)), memory_bytes=memory)
+            ir.Mode(units=units, duration_ns=max(1, round(work / units**exponent)), memory_bytes=memory)
             for units in counts
         )
 
-    return CostTable(
+    return ir.CostTable(
         modes=tuple(modes(segment) for segment in graph.segments), handover_ns=rng.choice((0, 1, scale // 20, scale))
     )
 
 
-def costs(graph: SegmentGraph, lanes: Sequence[Lane], *rows: Sequence[int], handover_ns: int = 0) -> CostTable:
+def costs(graph: ir.SegmentGraph, lanes: Sequence[ir.Lane], *rows: Sequence[int], handover_ns: int = 0) -> ir.CostTable:
     """Return a cost table; a row has the durations of one segment, ascending in units. One row serves all segments."""
     counts = sorted({len(lane.units) for lane in lanes})
-    return CostTable(
+    return ir.CostTable(
         modes=tuple(
             tuple(
-                Mode(units=units, duration_ns=duration, memory_bytes=100)
+                ir.Mode(units=units, duration_ns=duration, memory_bytes=100)
                 for units, duration in zip(counts, rows[0] if len(rows) == 1 else rows[segment.id], strict=True)
             )
             for segment in graph.segments
@@ -168,13 +148,13 @@ def costs(graph: SegmentGraph, lanes: Sequence[Lane], *rows: Sequence[int], hand
 
 
 def plan(
-    graph: SegmentGraph,
+    graph: ir.SegmentGraph,
     lane_letters: str,
     *,
-    lanes: tuple[Lane, ...] | None = None,
-    costs: CostTable | None = None,
+    lanes: tuple[ir.Lane, ...] | None = None,
+    costs: ir.CostTable | None = None,
     order: Sequence[int] | None = None,
-) -> Plan:
+) -> ir.Plan:
     """Return the plan that puts segment `s` on lane `lane_letters[s]`, as early as `order` allows (default: by id).
 
     Without costs every segment takes 10 ns on every lane; without lanes the device has 2 units.
@@ -182,28 +162,28 @@ def plan(
     lanes = lane_catalogue(2) if lanes is None else lanes
     chosen = [LETTERS.index(letter) for letter in lane_letters]
     handover = costs.handover_ns if costs else 0
-    done: dict[int, Assignment] = {}
+    done: dict[int, ir.Assignment] = {}
     for segment in range(len(graph.segments)) if order is None else order:
         lane = lanes[chosen[segment]]
-        mode = Mode(units=len(lane.units), duration_ns=10, memory_bytes=100)
+        mode = ir.Mode(units=len(lane.units), duration_ns=10, memory_bytes=100)
         if costs:
             mode = next(mode for mode in costs.modes[segment] if mode.units == len(lane.units))
         start = 0
         for other in done.values():
             conflicts = set(lanes[other.lane].units) & set(lane.units)
-            if conflicts or other.segment in graph.predecessors(SegmentId(segment)):
+            if conflicts or other.segment in graph.predecessors(ir.SegmentId(segment)):
                 start = max(start, other.end_ns + (handover if other.lane != lane.id else 0))
-        done[segment] = Assignment(
-            segment=SegmentId(segment),
+        done[segment] = ir.Assignment(
+            segment=ir.SegmentId(segment),
             lane=lane.id,
-            quota=Quota(units=mode.units, memory_bytes=mode.memory_bytes),
+            quota=ir.Quota(units=mode.units, memory_bytes=mode.memory_bytes),
             start_ns=start,
             duration_ns=mode.duration_ns,
         )
     serial = sum(row[-1].duration_ns for row in costs.modes) if costs else 10 * len(done)
     makespan = max((a.end_ns for a in done.values()), default=0)
-    return Plan(
-        origin=Origin.GREEDY,
+    return ir.Plan(
+        origin=ir.Origin.GREEDY,
         lanes=lanes,
         assignments=tuple(done[segment] for segment in range(len(done))),
         makespan_ns=makespan,
@@ -213,17 +193,17 @@ def plan(
     )
 
 
-def random_plan(rng: random.Random, graph: SegmentGraph, lanes: tuple[Lane, ...], costs: CostTable) -> Plan:
+def random_plan(rng: random.Random, graph: ir.SegmentGraph, lanes: tuple[ir.Lane, ...], costs: ir.CostTable) -> ir.Plan:
     """Return a legal plan with a random order and random lanes; it may be longer than the serial plan."""
     left, order = list(range(len(graph.segments))), list[int]()
     while left:
-        order.append(rng.choice([s for s in left if not set(graph.predecessors(SegmentId(s))) & set(left)]))
+        order.append(rng.choice([s for s in left if not set(graph.predecessors(ir.SegmentId(s))) & set(left)]))
         left.remove(order[-1])
     letters = "".join(rng.choice(LETTERS[: len(lanes)]) for _ in order)
     return plan(graph, letters, lanes=lanes, costs=costs, order=order)
 
 
-def follow(graph: SegmentGraph, plan: Plan) -> tuple[SyncPlan, MemoryPlan, Program]:
+def follow(graph: ir.SegmentGraph, plan: ir.Plan) -> tuple[ir.SyncPlan, ir.MemoryPlan, ir.Program]:
     """Return what follows from a plan, checked."""
     syncs = eliminate_syncs(graph, plan)
     check_syncs(syncs, graph, plan)
@@ -246,7 +226,7 @@ _TWO_ABREAST: Mapping[int, tuple[Sequence[Collection[int]], tuple[int, ...]]] = 
 """Atoms of every lane, and the sizes of atoms, by the number of units."""
 
 
-def _atoms_of(lanes: Sequence[Lane]) -> tuple[Sequence[Collection[int]], tuple[int, ...]]:
+def _atoms_of(lanes: Sequence[ir.Lane]) -> tuple[Sequence[Collection[int]], tuple[int, ...]]:
     """Return the atoms of every lane, and their sizes: units that belong to the same lanes are one atom."""
     owners = [tuple(lane.id for lane in lanes if unit in lane.units) for unit in lanes[0].units]
     atoms = list(dict.fromkeys(owners))
@@ -301,7 +281,7 @@ def interfering(problem: Problem, factor: float = 1.6) -> Problem:
 
 def chains(
     *works: Sequence[float], units: int = 2, efficiency: float = 0.75, handover_ns: int = 0
-) -> tuple[SegmentGraph, CostTable, tuple[Lane, ...]]:
+) -> tuple[ir.SegmentGraph, ir.CostTable, tuple[ir.Lane, ...]]:
     """Return independent chains of layers: durations on one unit, and the parallel efficiency of all units."""
     lanes = lane_catalogue(units)
     reads: list[Sequence[int]] = []

@@ -6,25 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.ir import (
-    Body,
-    BodyId,
-    Capture,
-    CostSource,
-    LaneId,
-    Node,
-    NodeId,
-    NodeKind,
-    Origin,
-    Partition,
-    RankedSchedule,
-    Role,
-    SegmentGraph,
-    SegmentId,
-    Span,
-    Trace,
-    Variant,
-)
+from apollo_compile import ir
 from apollo_compile.ir.check import check_partition
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Timeline
@@ -35,7 +17,7 @@ from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
 from tests.reports.reports import VERDICT, compilation_of, report_of
 
-NOTHING = Trace(spans=(), duration_ns=0)
+NOTHING = ir.Trace(spans=(), duration_ns=0)
 READS = ((), (0,), (0,), (1, 2))
 NAMES = ("embed", "image.layers.0", "text.layers.0", "head")
 
@@ -46,7 +28,7 @@ def compilation(letters: str = "*AB*", *, handover_ns: int = 0) -> Compilation:
     lanes = lane_catalogue(2)
     table = costs(made, lanes, [90, 50], [400, 300], [200, 150], [100, 60], handover_ns=handover_ns)
     modes = list(table.modes)
-    modes[1] = (replace(modes[1][0], source=CostSource.MEASURED), modes[1][1])
+    modes[1] = (replace(modes[1][0], source=ir.CostSource.MEASURED), modes[1][1])
     table = replace(table, modes=tuple(modes))
     planned = replace(plan(made, letters, lanes=lanes, costs=table), lower_bound_ns=123)
     capture, partition = nodes_of(made)
@@ -54,40 +36,38 @@ def compilation(letters: str = "*AB*", *, handover_ns: int = 0) -> Compilation:
     return compilation_of(capture, partition, default_profile(2), table, planned)
 
 
-def nodes_of(made: SegmentGraph) -> tuple[Capture, Partition]:
+def nodes_of(made: ir.SegmentGraph) -> tuple[ir.Capture, ir.Partition]:
     """Return one node per buffer, and the partition that has the graph."""
     reads = [() if b.producer is None else made.segments[b.producer].inputs for b in made.buffers]
     nodes = tuple(
-        Node(
-            id=NodeId(buffer.id),
+        ir.Node(
+            id=ir.NodeId(buffer.id),
             name=buffer.name,
-            kind=NodeKind.INPUT if buffer.producer is None else NodeKind.COMPUTE,
+            kind=ir.NodeKind.INPUT if buffer.producer is None else ir.NodeKind.COMPUTE,
             target="op",
-            inputs=tuple(map(NodeId, read)),
+            inputs=tuple(map(ir.NodeId, read)),
             num_bytes=buffer.num_bytes,
         )
         for buffer, read in zip(made.buffers, reads, strict=True)
     )
-    bodies: dict[int, Body] = {}
+    bodies: dict[int, ir.Body] = {}
     for segment in made.segments:
-        own, inputs = (NodeId(segment.outputs[0]),), tuple(map(NodeId, segment.inputs))
-        body = Body(id=BodyId(segment.body), name=segment.name, nodes=own, inputs=inputs, outputs=own)
+        own, inputs = (ir.NodeId(segment.outputs[0]),), tuple(map(ir.NodeId, segment.inputs))
+        body = ir.Body(id=ir.BodyId(segment.body), name=segment.name, nodes=own, inputs=inputs, outputs=own)
         bodies.setdefault(segment.body, body)
-    outputs = tuple(None if buffer is None else NodeId(buffer) for buffer in made.outputs)
-    capture = Capture(name=made.name, role=made.role, nodes=nodes, outputs=outputs)
-    by_segment = tuple((NodeId(segment.outputs[0]),) for segment in made.segments)
-    return capture, Partition(graph=made, bodies=tuple(bodies.values()), nodes_by_segment=by_segment)
+    outputs = tuple(None if buffer is None else ir.NodeId(buffer) for buffer in made.outputs)
+    capture = ir.Capture(name=made.name, role=made.role, nodes=nodes, outputs=outputs)
+    by_segment = tuple((ir.NodeId(segment.outputs[0]),) for segment in made.segments)
+    return capture, ir.Partition(graph=made, bodies=tuple(bodies.values()), nodes_by_segment=by_segment)
 
 
-def trace(*spans: tuple[int, int, int, int], duration_ns: int) -> Trace:
+def trace(*spans: tuple[int, int, int, int], duration_ns: int) -> ir.Trace:
     """Return a trace of (segment, lane, start, end)."""
-    return Trace(
-        spans=tuple(
-            Span(segment=SegmentId(s), lane=LaneId(lane), start_ns=start, end_ns=end, core=-1)
-            for s, lane, start, end in spans
-        ),
-        duration_ns=duration_ns,
+    made = (
+        ir.Span(segment=ir.SegmentId(s), lane=ir.LaneId(lane), start_ns=start, end_ns=end, core=-1)
+        for s, lane, start, end in spans
     )
+    return ir.Trace(spans=tuple(made), duration_ns=duration_ns)
 
 
 RUN = trace((0, 0, 10, 60), (1, 1, 70, 470), (2, 2, 80, 380), (3, 0, 500, 580), duration_ns=1000)
@@ -98,7 +78,7 @@ def test_a_plan_without_a_run_has_predictions_only() -> None:
     """In planned start order."""
     made = compilation()
     summary = summarize(made, NOTHING)
-    assert (summary.name, summary.role, summary.origin) == ("test", Role.INFERENCE, Origin.GREEDY)
+    assert (summary.name, summary.role, summary.origin) == ("test", ir.Role.INFERENCE, ir.Origin.GREEDY)
     assert (summary.num_bodies, summary.num_lanes) == (3, 3)
     assert [(s.name, s.lane, s.units, s.predicted_ns, s.source) for s in summary.segments] == [
         ("embed", 0, 2, 50, "formula"),
@@ -119,8 +99,7 @@ def test_a_plan_without_a_run_has_predictions_only() -> None:
 def test_a_run_adds_measured_numbers() -> None:
     """Figures done by hand; predictions stay, and what was cut short has no numbers for the rest."""
     summary = summarize(compilation(), RUN)
-    assert summary.measured is not None
-    assert summary.measured.duration_ns == 1000
+    assert summary.measured is not None and summary.measured.duration_ns == 1000
     assert [segment.measured_ns for segment in summary.segments] == [50, 400, 300, 80]
     assert summary.measured.overlap == pytest.approx(0.3)
     assert summary.measured.busy == pytest.approx((2 * 130 + 400 + 300) / 2000)
@@ -133,12 +112,10 @@ def test_a_run_adds_measured_numbers() -> None:
 def test_overlap_is_what_counting_instants_gives(seed: int) -> None:
     """On random spans."""
     rng = random.Random(seed)
-    spans = []
-    for segment in range(4):
-        start = rng.randrange(90)
-        spans.append((segment, segment, start, rng.randrange(start, 100)))
+    starts = [rng.randrange(90) for _ in range(4)]
+    spans = [(segment, segment % 3, start, rng.randrange(start, 100)) for segment, start in enumerate(starts)]
     open_at = [sum(start <= instant < end for _, _, start, end in spans) for instant in range(100)]
-    summary = summarize(compilation(), trace(*[(s, s % 3, b, e) for s, _, b, e in spans], duration_ns=100))
+    summary = summarize(compilation(), trace(*spans, duration_ns=100))
     assert summary.latest.overlap == pytest.approx(sum(count >= 2 for count in open_at) / 100)
 
 
@@ -147,11 +124,10 @@ def test_a_run_of_every_unit_all_the_time_is_fully_busy() -> None:
     made = compilation("****")
     spans = [(segment, 0, 100 * segment, 100 * segment + 100) for segment in range(4)]
     assert summarize(made, trace(*spans, duration_ns=400)).latest.busy == pytest.approx(1.0)
-    made = compilation("AAAA")
-    summary = summarize(made, trace(*[(s, 1, start, end) for s, _, start, end in spans], duration_ns=400))
+    half = trace(*[(s, 1, start, end) for s, _, start, end in spans], duration_ns=400)
+    summary = summarize(compilation("AAAA"), half)
     assert summary.latest.busy == pytest.approx(0.5)
-    assert summary.latest.overlap == 0.0
-    assert summary.num_lanes == 1
+    assert (summary.latest.overlap, summary.num_lanes) == (0.0, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -184,7 +160,7 @@ def test_the_text_has_every_number() -> None:
 def test_lanes_show_their_memory_against_their_quota() -> None:
     """Planned, taken and allowed, on lanes that have memory of their own; cores share theirs."""
     made = compilation()
-    memory = {"lane_bytes": {LaneId(1): 3072, LaneId(2): 5120}, "lane_memory_quota": 8192}
+    memory = {"lane_bytes": {ir.LaneId(1): 3072, ir.LaneId(2): 5120}, "lane_memory_quota": 8192}
     on_cores = summarize(made, RUN)
     assert [lane.peak_bytes for lane in on_cores.lanes] == list(made.memory.peak_bytes_by_lane)
     assert {(lane.taken_bytes, lane.quota_bytes) for lane in on_cores.lanes} == {(None, None)}
@@ -241,7 +217,7 @@ def test_a_graph_without_segments_has_a_text() -> None:
     nothing = {"num_bodies": 0, "num_lanes": 0, "segments": (), "modules": (), "branches": (), "pairs": (), "lanes": ()}
     line = Timeline(name="serial", duration_ns=0, overlap=0.0, busy=0.0, bars=(), units=(), memory=())
     times = {"predicted_ns": 0, "serial_ns": 0, "bound_ns": 0, "gap": 0.0, "critical_path_ns": 0, "peak_bytes": 0}
-    origin = {"name": "empty", "origin": Origin.SERIAL, "candidates": (), "waits": (), "timelines": (line,)}
+    origin = {"name": "empty", "origin": ir.Origin.SERIAL, "candidates": (), "waits": (), "timelines": (line,)}
     empty = replace(summarize(compilation(), NOTHING), **nothing, **times, **origin)  # type: ignore[arg-type]
     text = str(report_of(empty))
     assert text.startswith("empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns")
@@ -250,7 +226,7 @@ def test_a_graph_without_segments_has_a_text() -> None:
 def test_a_report_says_where_a_plan_comes_from() -> None:
     """Candidates, solver, limits, replans."""
     made = compilation()
-    tried = RankedSchedule(name="serial", undisturbed_ns=560, makespan_ns=560)
+    tried = ir.RankedSchedule(name="serial", undisturbed_ns=560, makespan_ns=560)
     searched = replace(made.plan, candidates=(tried, tried), solver="solver 1.0", seed=7, stopped_early=True)
     summary = summarize(replace(made, plan=searched), NOTHING, num_replans=2)
     assert summary.gap == pytest.approx(510 / 123 - 1)
@@ -262,7 +238,7 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
 
 def test_a_report_shows_the_comparison_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
-    summary = summarize(compilation(), NOTHING, variant=Variant.INDUCTOR)
+    summary = summarize(compilation(), NOTHING, variant=ir.Variant.INDUCTOR)
     text = str(report_of(summary, verdicts=(("0/0", VERDICT),)))
     assert "now runs Inductor instead of its plan" in text
     assert "0/0: chosen by measuring" in text
@@ -276,7 +252,7 @@ def test_a_report_shows_the_comparison_and_what_runs_instead_of_the_plan() -> No
 def test_a_report_marks_where_a_prediction_comes_from() -> None:
     """Nothing behind a formula's time, `*` behind a measured one, `~` behind one that was scaled."""
     summary = summarize(compilation(), NOTHING)
-    sources = (CostSource.FORMULA, CostSource.MEASURED, CostSource.SCALED)
+    sources = (ir.CostSource.FORMULA, ir.CostSource.MEASURED, ir.CostSource.SCALED)
     segments = tuple(
         replace(segment, name=source, predicted_ns=1000, source=source)
         for segment, source in zip(summary.segments, sources, strict=False)
@@ -284,4 +260,4 @@ def test_a_report_marks_where_a_prediction_comes_from() -> None:
     text = str(report_of(replace(summary, segments=segments)))
     rows = [line.split() for line in text.splitlines()]
     marks = {row[0]: row[7:-1] for row in rows if row and row[0] in sources}
-    assert marks == {CostSource.FORMULA: [], CostSource.MEASURED: ["*"], CostSource.SCALED: ["~"]}
+    assert marks == {ir.CostSource.FORMULA: [], ir.CostSource.MEASURED: ["*"], ir.CostSource.SCALED: ["~"]}
