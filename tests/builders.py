@@ -10,7 +10,7 @@ Lane letters: `*` is lane 0, `A` lane 1, `B` lane 2, and so on.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,6 +217,18 @@ def follow(graph: ir.SegmentGraph, plan: ir.Plan) -> tuple[ir.SyncPlan, ir.Memor
 def seeds(always: int, num: int) -> list[Any]:
     """Return `num` seeds as parameters of a test: the first ones for every run, the others for `make soak`."""
     return [*range(always), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(always, num))]
+
+
+def a_task(*durations: int, before: Sequence[int] = (), **modes: Any) -> Task:
+    """Return a task with a mode per duration, on lane 0 and the next ones, that are alike in all else."""
+    made = (TaskMode(lane=lane, duration=duration, **modes) for lane, duration in enumerate(durations))
+    return Task(modes=tuple(made), predecessors=tuple(before))
+
+
+def on_halves(tasks: Iterable[Task], **others: Any) -> Problem:
+    """Return a problem on a device of two units: lane 0 has both of them, lanes 1 and 2 have one each."""
+    lanes = (frozenset({0, 1}), frozenset({0}), frozenset({1}))
+    return Problem(tasks=tuple(tasks), lanes=lanes, atom_sizes=(1, 1), **others)
 
 
 _TWO_ABREAST: Mapping[int, tuple[Sequence[Collection[int]], tuple[int, ...]]] = {

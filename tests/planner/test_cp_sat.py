@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.planner.cp_sat import SolverOutcome
-from apollo_compile.planner.problem import ExecutionMode, Problem, Task
+from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import serial_schedule
-from tests.builders import limited, random_problem, seeds
+from tests.builders import a_task, limited, random_problem, seeds
 from tests.planner.asking import ask_solver
 from tests.planner.oracle import find_optimum
 
@@ -41,7 +41,7 @@ def test_the_solver_finds_what_exhaustive_search_finds(seed: int, solver_seed: i
 
 def test_a_problem_without_a_schedule_is_infeasible() -> None:
     """One task needs more than there is."""
-    problem = Problem(tasks=(Task(modes=(ExecutionMode(duration=1, demands=(3,)),), predecessors=()),), capacities=(2,))
+    problem = Problem(tasks=(a_task(1, demands=(3,)),), capacities=(2,))
     outcome = ask_solver(problem, deterministic_time=1.0, time_limit_s=10.0)
     assert (outcome.status, outcome.schedule) == ("infeasible", None)
 
