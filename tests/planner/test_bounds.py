@@ -7,8 +7,8 @@ import pytest
 
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task
-from tests.builders import a_task, on_halves, random_problem, realistic_problems
-from tests.planner.oracle import SMALL, find_optimum
+from tests.builders import a_task, on_halves, realistic_problems
+from tests.planner.oracle import SMALL, find_optimum, ratios_to_optimum
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -22,11 +22,7 @@ def test_the_bound_never_exceeds_the_optimum(kind: str, seed: int) -> None:
 
 def test_the_bound_is_tight_on_average() -> None:
     """Within 8 % of the optimum of small random problems, for which paths and loads are hardest to combine."""
-    ratios = []
-    for seed in range(25):
-        problem = random_problem(random.Random(seed), 5, 2)
-        ratios.append(lower_bound(problem) / (find_optimum(problem) or 0))
-    print(f"bound / optimum: mean {sum(ratios) / len(ratios):.4f}, min {min(ratios):.4f}")
+    ratios = ratios_to_optimum(5, 2, lambda problem, seed: lower_bound(problem))
     assert sum(ratios) / len(ratios) >= 0.92
 
 
