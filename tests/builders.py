@@ -122,29 +122,21 @@ def random_costs(rng: random.Random, graph: ir.SegmentGraph, lanes: Sequence[ir.
     def modes(segment: ir.Segment) -> tuple[ir.Mode, ...]:
         work, exponent = rng.randrange(1, scale), rng.uniform(-0.1, 1.0)
         memory = sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs)
-        return tuple(
-            ir.Mode(units=units, duration_ns=max(1, round(work / units**exponent)), memory_bytes=memory)
-            for units in counts
-        )
+        durations = {units: max(1, round(work / units**exponent)) for units in counts}
+        return tuple(ir.Mode(units=n, duration_ns=ns, memory_bytes=memory) for n, ns in durations.items())
 
-    return ir.CostTable(
-        modes=tuple(modes(segment) for segment in graph.segments), handover_ns=rng.choice((0, 1, scale // 20, scale))
-    )
+    rows = tuple(modes(segment) for segment in graph.segments)
+    return ir.CostTable(modes=rows, handover_ns=rng.choice((0, 1, scale // 20, scale)))
 
 
 def costs(graph: ir.SegmentGraph, lanes: Sequence[ir.Lane], *rows: Sequence[int], handover_ns: int = 0) -> ir.CostTable:
     """Return a cost table; a row has the durations of one segment, ascending in units. One row serves all segments."""
     counts = sorted({len(lane.units) for lane in lanes})
-    return ir.CostTable(
-        modes=tuple(
-            tuple(
-                ir.Mode(units=units, duration_ns=duration, memory_bytes=100)
-                for units, duration in zip(counts, rows[0] if len(rows) == 1 else rows[segment.id], strict=True)
-            )
-            for segment in graph.segments
-        ),
-        handover_ns=handover_ns,
+    modes = (
+        tuple(ir.Mode(units=n, duration_ns=ns, memory_bytes=100) for n, ns in zip(counts, row, strict=True))
+        for row in (len(graph.segments) * rows if len(rows) == 1 else rows)
     )
+    return ir.CostTable(modes=tuple(modes), handover_ns=handover_ns)
 
 
 def plan(
@@ -253,22 +245,15 @@ def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Pr
     for task in range(num_tasks):
         work, exponent, memory_share = rng.randrange(5, 200), rng.uniform(0.0, 1.0), rng.random()
         lanes = [lane for lane in range(len(atoms)) if lane == 0 or rng.random() < 0.9]
+        units = {lane: sum(sizes[atom] for atom in atoms[lane]) for lane in lanes}
         modes = tuple(
-            TaskMode(
-                lane=lane,
-                duration=max(1, round(work / sum(sizes[a] for a in atoms[lane]) ** exponent)),
-                memory_share=memory_share,
-            )
-            for lane in lanes
+            TaskMode(lane=lane, duration=max(1, round(work / count**exponent)), memory_share=memory_share)
+            for lane, count in units.items()
         )
         predecessors = tuple(sorted(rng.sample(range(task), min(task, rng.choice((0, 1, 1, 2))))))
         tasks.append(Task(modes=modes, predecessors=predecessors))
-    return Problem(
-        tasks=tuple(tasks),
-        lanes=tuple(frozenset(lane) for lane in atoms),
-        atom_sizes=sizes,
-        handover=rng.choice((0, 0, 3, 20)),
-    )
+    handover = rng.choice((0, 0, 3, 20))
+    return Problem(tasks=tuple(tasks), lanes=tuple(map(frozenset, atoms)), atom_sizes=sizes, handover=handover)
 
 
 def limited(rng: random.Random, problem: Problem) -> Problem:
@@ -352,6 +337,21 @@ class _Network:
         tiles = max(1, round(tower.tokens * tower.width / 128**2))
         return self.add(flops, num_bytes, round(scale * layers * 12), tiles, *predecessors)
 
+    def forward(self, tower: Tower, last: int) -> int:
+        """Add the chunks of a tower behind a task; return the last one."""
+        for _ in range(tower.chunks):
+            last = self.chunk(tower, 1, last)
+        return last
+
+    def backward(self, tower: Tower, last: int, *, split: bool) -> int:
+        """Add the backward of a tower; `split` makes weight gradients tasks of their own."""
+        for _ in range(tower.chunks):
+            before = last
+            last = self.chunk(tower, 1 if split else 2, before)
+            if split:
+                self.chunk(tower, 1, before)
+        return last
+
     def problem(self) -> Problem:
         atoms, sizes = _atoms_of(self.lanes)
         lanes = tuple(frozenset(each) for each in atoms)
@@ -367,20 +367,9 @@ def contrastive(towers: Sequence[tuple[int, int, int]], chunks: int, *, split: b
     """Return a training step of towers that meet in one loss; `split` makes weight gradients tasks of their own."""
     made = _Network(units)
     shapes = [Tower(chunks=chunks, layers=layers, tokens=tokens, width=width) for layers, tokens, width in towers]
-    ends = []
+    loss = made.add(1e9, 1e7, 20, 16, *[made.forward(tower, -1) for tower in shapes])
     for tower in shapes:
-        last = -1
-        for _ in range(chunks):
-            last = made.chunk(tower, 1, last)
-        ends.append(last)
-    loss = made.add(1e9, 1e7, 20, 16, *ends)
-    for tower in shapes:
-        last = loss
-        for _ in range(chunks):
-            before = last
-            last = made.chunk(tower, 1 if split else 2, before)
-            if split:
-                made.chunk(tower, 1, before)
+        made.backward(tower, loss, split=split)
     return made.problem()
 
 
@@ -390,17 +379,8 @@ def microbatches(count: int, *, encoder: int, decoder: int, split: bool, units: 
     eyes = Tower(chunks=encoder, layers=24, tokens=2 * 577, width=1024)
     speech = Tower(chunks=decoder, layers=16, tokens=2048, width=2048)
     for _ in range(count):
-        last = -1
-        for tower in (eyes, speech):
-            for _ in range(tower.chunks):
-                last = made.chunk(tower, 1, last)
-        last = made.add(1e12, 1e9, 6, 512, last)
-        for tower in (speech, eyes):
-            for _ in range(tower.chunks):
-                before = last
-                last = made.chunk(tower, 1 if split else 2, before)
-                if split:
-                    made.chunk(tower, 1, before)
+        loss = made.add(1e12, 1e9, 6, 512, made.forward(speech, made.forward(eyes, -1)))
+        made.backward(eyes, made.backward(speech, loss, split=split), split=split)
     return made.problem()
 
 
@@ -410,14 +390,9 @@ def realistic_problems(units: int = 132) -> dict[str, Problem]:
     for name, towers in (("clip", CLIP), ("imagebind", IMAGEBIND)):
         for chunks, split in ((3, False), (4, False), (6, True), (12, True), (18, True)):
             found[f"{name} {chunks}{' split' if split else ''}"] = contrastive(towers, chunks, split=split, units=units)
-    for count, encoder, decoder, split in (
-        (4, 2, 3, False),
-        (4, 2, 4, True),
-        (6, 3, 3, False),
-        (8, 2, 4, False),
-        (8, 3, 4, True),
-        (12, 5, 8, True),
-    ):
+    together, apart = ((4, 2, 3), (6, 3, 3), (8, 2, 4)), ((4, 2, 4), (8, 3, 4), (12, 5, 8))
+    for count, encoder, decoder in (*together, *apart):
+        split = (count, encoder, decoder) in apart
         name = f"microbatches {count} x {encoder}+{decoder}{' split' if split else ''}"
         found[name] = microbatches(count, encoder=encoder, decoder=decoder, split=split, units=units)
     return found
