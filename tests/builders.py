@@ -11,30 +11,17 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from apollo_compile.ir import (
-    Assignment,
-    BodyId,
-    Buffer,
-    BufferId,
-    CostTable,
-    Lane,
-    LaneId,
-    Mode,
-    Origin,
-    Plan,
-    Quota,
-    Role,
-    Segment,
-    SegmentGraph,
-    SegmentId,
-    Work,
-)
+from apollo_compile import ir
+from apollo_compile.ir.check import check_memory, check_program, check_syncs
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.planner.problem import ExecutionMode as TaskMode
 from apollo_compile.planner.problem import Interference, Problem, ResourceHold, Task
 from apollo_compile.planner.simulate import serial_schedule
@@ -51,54 +38,54 @@ def graph(
     names: Sequence[str] | None = None,
     bodies: Sequence[int] | None = None,
     collectives: Sequence[int] = (),
-) -> SegmentGraph:
+) -> ir.SegmentGraph:
     """Return a graph in which every segment makes one buffer.
 
     Buffer 0 is the graph input and is read by segments that read nothing else; segment `s` makes buffer `s + 1`.
     Without `outputs` (segments), the graph returns what nobody reads. `collectives` are segments too.
     """
     after = after or {}
-    readers: list[list[SegmentId]] = [[] for _ in range(len(reads) + 1)]
+    readers: list[list[ir.SegmentId]] = [[] for _ in range(len(reads) + 1)]
     for segment, others in enumerate(reads):
         for buffer in [other + 1 for other in others] or [0]:
-            readers[buffer].append(SegmentId(segment))
+            readers[buffer].append(ir.SegmentId(segment))
     returned = [s for s in range(len(reads)) if not readers[s + 1]] if outputs is None else list(outputs)
     segments = tuple(
-        Segment(
-            id=SegmentId(s),
+        ir.Segment(
+            id=ir.SegmentId(s),
             name=names[s] if names else f"m{s}",
             module=names[s] if names else f"m{s}",
-            body=BodyId(bodies[s] if bodies else s),
-            inputs=tuple(BufferId(other + 1) for other in others) or (BufferId(0),),
-            outputs=(BufferId(s + 1),),
-            after=tuple(SegmentId(other) for other in after.get(s, ())),
-            work=Work(flops=1000, bytes_read=100, bytes_written=100, kernels=2),
+            body=ir.BodyId(bodies[s] if bodies else s),
+            inputs=tuple(ir.BufferId(other + 1) for other in others) or (ir.BufferId(0),),
+            outputs=(ir.BufferId(s + 1),),
+            after=tuple(ir.SegmentId(other) for other in after.get(s, ())),
+            work=ir.Work(flops=1000, bytes_read=100, bytes_written=100, kernels=2),
             has_collective=s in collectives,
         )
         for s, others in enumerate(reads)
     )
     buffers = tuple(
-        Buffer(
-            id=BufferId(b),
+        ir.Buffer(
+            id=ir.BufferId(b),
             name="x" if b == 0 else f"v{b - 1}",
-            producer=None if b == 0 else SegmentId(b - 1),
+            producer=None if b == 0 else ir.SegmentId(b - 1),
             readers=tuple(readers[b]),
             num_bytes=sizes[b] if sizes else 100,
             is_output=b - 1 in returned and b > 0,
         )
         for b in range(len(reads) + 1)
     )
-    return SegmentGraph(
+    return ir.SegmentGraph(
         name="test",
-        role=Role.INFERENCE,
+        role=ir.Role.INFERENCE,
         segments=segments,
         buffers=buffers,
-        inputs=(BufferId(0),),
-        outputs=tuple(BufferId(s + 1) for s in returned),
+        inputs=(ir.BufferId(0),),
+        outputs=tuple(ir.BufferId(s + 1) for s in returned),
     )
 
 
-def random_graph(rng: random.Random, num_segments: int) -> SegmentGraph:
+def random_graph(rng: random.Random, num_segments: int) -> ir.SegmentGraph:
     """Return a graph with random readers, sizes, bodies, outputs and a few order-only dependencies."""
     reach = rng.choice((2, 4, num_segments))
     reads = [
@@ -117,7 +104,7 @@ def random_graph(rng: random.Random, num_segments: int) -> SegmentGraph:
     )
 
 
-def random_lanes(rng: random.Random) -> tuple[Lane, ...]:
+def random_lanes(rng: random.Random) -> tuple[ir.Lane, ...]:
     """Return the catalogue of a random device, or random overlapping lanes behind one lane with all units."""
     units = rng.choice((1, 2, 2, 3, 4, 4, 8))
     if units == 1 or rng.random() < 0.5:
@@ -125,50 +112,42 @@ def random_lanes(rng: random.Random) -> tuple[Lane, ...]:
     found = {tuple(range(units)): None}
     for _ in range(rng.randrange(1, 5)):
         found[tuple(sorted(rng.sample(range(units), rng.randrange(1, units))))] = None
-    return tuple(Lane(id=LaneId(index), units=chosen) for index, chosen in enumerate(found))
+    return tuple(ir.Lane(id=ir.LaneId(index), units=chosen) for index, chosen in enumerate(found))
 
 
-def random_costs(rng: random.Random, graph: SegmentGraph, lanes: Sequence[Lane]) -> CostTable:
+def random_costs(rng: random.Random, graph: ir.SegmentGraph, lanes: Sequence[ir.Lane]) -> ir.CostTable:
     """Return durations that mostly, not always, fall with the number of units."""
     counts = sorted({len(lane.units) for lane in lanes})
     scale = rng.choice((20, 1000, 100_000))
 
-    def modes(segment: Segment) -> tuple[Mode, ...]:
+    def modes(segment: ir.Segment) -> tuple[ir.Mode, ...]:
         work, exponent = rng.randrange(1, scale), rng.uniform(-0.1, 1.0)
         memory = sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs)
-        return tuple(
-            Mode(units=units, duration_ns=max(1, round(work / units**exponent)), memory_bytes=memory)
-            for units in counts
-        )
+        durations = {units: max(1, round(work / units**exponent)) for units in counts}
+        return tuple(ir.Mode(units=n, duration_ns=ns, memory_bytes=memory) for n, ns in durations.items())
 
-    return CostTable(
-        modes=tuple(modes(segment) for segment in graph.segments), handover_ns=rng.choice((0, 1, scale // 20, scale))
-    )
+    rows = tuple(modes(segment) for segment in graph.segments)
+    return ir.CostTable(modes=rows, handover_ns=rng.choice((0, 1, scale // 20, scale)))
 
 
-def costs(graph: SegmentGraph, lanes: Sequence[Lane], *rows: Sequence[int], handover_ns: int = 0) -> CostTable:
+def costs(graph: ir.SegmentGraph, lanes: Sequence[ir.Lane], *rows: Sequence[int], handover_ns: int = 0) -> ir.CostTable:
     """Return a cost table; a row has the durations of one segment, ascending in units. One row serves all segments."""
     counts = sorted({len(lane.units) for lane in lanes})
-    return CostTable(
-        modes=tuple(
-            tuple(
-                Mode(units=units, duration_ns=duration, memory_bytes=100)
-                for units, duration in zip(counts, rows[0] if len(rows) == 1 else rows[segment.id], strict=True)
-            )
-            for segment in graph.segments
-        ),
-        handover_ns=handover_ns,
+    modes = (
+        tuple(ir.Mode(units=n, duration_ns=ns, memory_bytes=100) for n, ns in zip(counts, row, strict=True))
+        for row in (len(graph.segments) * rows if len(rows) == 1 else rows)
     )
+    return ir.CostTable(modes=tuple(modes), handover_ns=handover_ns)
 
 
 def plan(
-    graph: SegmentGraph,
+    graph: ir.SegmentGraph,
     lane_letters: str,
     *,
-    lanes: tuple[Lane, ...] | None = None,
-    costs: CostTable | None = None,
+    lanes: tuple[ir.Lane, ...] | None = None,
+    costs: ir.CostTable | None = None,
     order: Sequence[int] | None = None,
-) -> Plan:
+) -> ir.Plan:
     """Return the plan that puts segment `s` on lane `lane_letters[s]`, as early as `order` allows (default: by id).
 
     Without costs every segment takes 10 ns on every lane; without lanes the device has 2 units.
@@ -176,28 +155,28 @@ def plan(
     lanes = lane_catalogue(2) if lanes is None else lanes
     chosen = [LETTERS.index(letter) for letter in lane_letters]
     handover = costs.handover_ns if costs else 0
-    done: dict[int, Assignment] = {}
+    done: dict[int, ir.Assignment] = {}
     for segment in range(len(graph.segments)) if order is None else order:
         lane = lanes[chosen[segment]]
-        mode = Mode(units=len(lane.units), duration_ns=10, memory_bytes=100)
+        mode = ir.Mode(units=len(lane.units), duration_ns=10, memory_bytes=100)
         if costs:
             mode = next(mode for mode in costs.modes[segment] if mode.units == len(lane.units))
         start = 0
         for other in done.values():
             conflicts = set(lanes[other.lane].units) & set(lane.units)
-            if conflicts or other.segment in graph.predecessors(SegmentId(segment)):
+            if conflicts or other.segment in graph.predecessors(ir.SegmentId(segment)):
                 start = max(start, other.end_ns + (handover if other.lane != lane.id else 0))
-        done[segment] = Assignment(
-            segment=SegmentId(segment),
+        done[segment] = ir.Assignment(
+            segment=ir.SegmentId(segment),
             lane=lane.id,
-            quota=Quota(units=mode.units, memory_bytes=mode.memory_bytes),
+            quota=ir.Quota(units=mode.units, memory_bytes=mode.memory_bytes),
             start_ns=start,
             duration_ns=mode.duration_ns,
         )
     serial = sum(row[-1].duration_ns for row in costs.modes) if costs else 10 * len(done)
     makespan = max((a.end_ns for a in done.values()), default=0)
-    return Plan(
-        origin=Origin.GREEDY,
+    return ir.Plan(
+        origin=ir.Origin.GREEDY,
         lanes=lanes,
         assignments=tuple(done[segment] for segment in range(len(done))),
         makespan_ns=makespan,
@@ -207,19 +186,42 @@ def plan(
     )
 
 
-def random_plan(rng: random.Random, graph: SegmentGraph, lanes: tuple[Lane, ...], costs: CostTable) -> Plan:
+def random_plan(rng: random.Random, graph: ir.SegmentGraph, lanes: tuple[ir.Lane, ...], costs: ir.CostTable) -> ir.Plan:
     """Return a legal plan with a random order and random lanes; it may be longer than the serial plan."""
     left, order = list(range(len(graph.segments))), list[int]()
     while left:
-        order.append(rng.choice([s for s in left if not set(graph.predecessors(SegmentId(s))) & set(left)]))
+        order.append(rng.choice([s for s in left if not set(graph.predecessors(ir.SegmentId(s))) & set(left)]))
         left.remove(order[-1])
     letters = "".join(rng.choice(LETTERS[: len(lanes)]) for _ in order)
     return plan(graph, letters, lanes=lanes, costs=costs, order=order)
 
 
+def follow(graph: ir.SegmentGraph, plan: ir.Plan) -> tuple[ir.SyncPlan, ir.MemoryPlan, ir.Program]:
+    """Return what follows from a plan, checked."""
+    syncs = eliminate_syncs(graph, plan)
+    check_syncs(syncs, graph, plan)
+    memory = plan_memory(graph, plan, syncs)
+    check_memory(memory, graph, plan, syncs)
+    program = emit_program(graph, plan, syncs, memory)
+    check_program(program, graph, plan, syncs, memory)
+    return syncs, memory, program
+
+
 def seeds(always: int, num: int) -> list[Any]:
     """Return `num` seeds as parameters of a test: the first ones for every run, the others for `make soak`."""
     return [*range(always), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(always, num))]
+
+
+def a_task(*durations: int, before: Sequence[int] = (), **modes: Any) -> Task:
+    """Return a task with a mode per duration, on lane 0 and the next ones, that are alike in all else."""
+    made = (TaskMode(lane=lane, duration=duration, **modes) for lane, duration in enumerate(durations))
+    return Task(modes=tuple(made), predecessors=tuple(before))
+
+
+def on_halves(tasks: Iterable[Task], **others: Any) -> Problem:
+    """Return a problem on a device of two units: lane 0 has both of them, lanes 1 and 2 have one each."""
+    lanes = (frozenset({0, 1}), frozenset({0}), frozenset({1}))
+    return Problem(tasks=tuple(tasks), lanes=lanes, atom_sizes=(1, 1), **others)
 
 
 _TWO_ABREAST: Mapping[int, tuple[Sequence[Collection[int]], tuple[int, ...]]] = {
@@ -229,7 +231,7 @@ _TWO_ABREAST: Mapping[int, tuple[Sequence[Collection[int]], tuple[int, ...]]] = 
 """Atoms of every lane, and the sizes of atoms, by the number of units."""
 
 
-def _atoms_of(lanes: Sequence[Lane]) -> tuple[Sequence[Collection[int]], tuple[int, ...]]:
+def _atoms_of(lanes: Sequence[ir.Lane]) -> tuple[Sequence[Collection[int]], tuple[int, ...]]:
     """Return the atoms of every lane, and their sizes: units that belong to the same lanes are one atom."""
     owners = [tuple(lane.id for lane in lanes if unit in lane.units) for unit in lanes[0].units]
     atoms = list(dict.fromkeys(owners))
@@ -244,22 +246,15 @@ def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Pr
     for task in range(num_tasks):
         work, exponent, memory_share = rng.randrange(5, 200), rng.uniform(0.0, 1.0), rng.random()
         lanes = [lane for lane in range(len(atoms)) if lane == 0 or rng.random() < 0.9]
+        units = {lane: sum(sizes[atom] for atom in atoms[lane]) for lane in lanes}
         modes = tuple(
-            TaskMode(
-                lane=lane,
-                duration=max(1, round(work / sum(sizes[a] for a in atoms[lane]) ** exponent)),
-                memory_share=memory_share,
-            )
-            for lane in lanes
+            TaskMode(lane=lane, duration=max(1, round(work / count**exponent)), memory_share=memory_share)
+            for lane, count in units.items()
         )
         predecessors = tuple(sorted(rng.sample(range(task), min(task, rng.choice((0, 1, 1, 2))))))
         tasks.append(Task(modes=modes, predecessors=predecessors))
-    return Problem(
-        tasks=tuple(tasks),
-        lanes=tuple(frozenset(lane) for lane in atoms),
-        atom_sizes=sizes,
-        handover=rng.choice((0, 0, 3, 20)),
-    )
+    handover = rng.choice((0, 0, 3, 20))
+    return Problem(tasks=tuple(tasks), lanes=tuple(map(frozenset, atoms)), atom_sizes=sizes, handover=handover)
 
 
 def limited(rng: random.Random, problem: Problem) -> Problem:
@@ -284,7 +279,7 @@ def interfering(problem: Problem, factor: float = 1.6) -> Problem:
 
 def chains(
     *works: Sequence[float], units: int = 2, efficiency: float = 0.75, handover_ns: int = 0
-) -> tuple[SegmentGraph, CostTable, tuple[Lane, ...]]:
+) -> tuple[ir.SegmentGraph, ir.CostTable, tuple[ir.Lane, ...]]:
     """Return independent chains of layers: durations on one unit, and the parallel efficiency of all units."""
     lanes = lane_catalogue(units)
     reads: list[Sequence[int]] = []
@@ -343,6 +338,21 @@ class _Network:
         tiles = max(1, round(tower.tokens * tower.width / 128**2))
         return self.add(flops, num_bytes, round(scale * layers * 12), tiles, *predecessors)
 
+    def forward(self, tower: Tower, last: int) -> int:
+        """Add the chunks of a tower behind a task; return the last one."""
+        for _ in range(tower.chunks):
+            last = self.chunk(tower, 1, last)
+        return last
+
+    def backward(self, tower: Tower, last: int, *, split: bool) -> int:
+        """Add the backward of a tower; `split` makes weight gradients tasks of their own."""
+        for _ in range(tower.chunks):
+            before = last
+            last = self.chunk(tower, 1 if split else 2, before)
+            if split:
+                self.chunk(tower, 1, before)
+        return last
+
     def problem(self) -> Problem:
         atoms, sizes = _atoms_of(self.lanes)
         lanes = tuple(frozenset(each) for each in atoms)
@@ -358,20 +368,9 @@ def contrastive(towers: Sequence[tuple[int, int, int]], chunks: int, *, split: b
     """Return a training step of towers that meet in one loss; `split` makes weight gradients tasks of their own."""
     made = _Network(units)
     shapes = [Tower(chunks=chunks, layers=layers, tokens=tokens, width=width) for layers, tokens, width in towers]
-    ends = []
+    loss = made.add(1e9, 1e7, 20, 16, *[made.forward(tower, -1) for tower in shapes])
     for tower in shapes:
-        last = -1
-        for _ in range(chunks):
-            last = made.chunk(tower, 1, last)
-        ends.append(last)
-    loss = made.add(1e9, 1e7, 20, 16, *ends)
-    for tower in shapes:
-        last = loss
-        for _ in range(chunks):
-            before = last
-            last = made.chunk(tower, 1 if split else 2, before)
-            if split:
-                made.chunk(tower, 1, before)
+        made.backward(tower, loss, split=split)
     return made.problem()
 
 
@@ -381,17 +380,8 @@ def microbatches(count: int, *, encoder: int, decoder: int, split: bool, units: 
     eyes = Tower(chunks=encoder, layers=24, tokens=2 * 577, width=1024)
     speech = Tower(chunks=decoder, layers=16, tokens=2048, width=2048)
     for _ in range(count):
-        last = -1
-        for tower in (eyes, speech):
-            for _ in range(tower.chunks):
-                last = made.chunk(tower, 1, last)
-        last = made.add(1e12, 1e9, 6, 512, last)
-        for tower in (speech, eyes):
-            for _ in range(tower.chunks):
-                before = last
-                last = made.chunk(tower, 1 if split else 2, before)
-                if split:
-                    made.chunk(tower, 1, before)
+        loss = made.add(1e12, 1e9, 6, 512, made.forward(speech, made.forward(eyes, -1)))
+        made.backward(eyes, made.backward(speech, loss, split=split), split=split)
     return made.problem()
 
 
@@ -401,14 +391,9 @@ def realistic_problems(units: int = 132) -> dict[str, Problem]:
     for name, towers in (("clip", CLIP), ("imagebind", IMAGEBIND)):
         for chunks, split in ((3, False), (4, False), (6, True), (12, True), (18, True)):
             found[f"{name} {chunks}{' split' if split else ''}"] = contrastive(towers, chunks, split=split, units=units)
-    for count, encoder, decoder, split in (
-        (4, 2, 3, False),
-        (4, 2, 4, True),
-        (6, 3, 3, False),
-        (8, 2, 4, False),
-        (8, 3, 4, True),
-        (12, 5, 8, True),
-    ):
+    together, apart = ((4, 2, 3), (6, 3, 3), (8, 2, 4)), ((4, 2, 4), (8, 3, 4), (12, 5, 8))
+    for count, encoder, decoder in (*together, *apart):
+        split = (count, encoder, decoder) in apart
         name = f"microbatches {count} x {encoder}+{decoder}{' split' if split else ''}"
         found[name] = microbatches(count, encoder=encoder, decoder=decoder, split=split, units=units)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -109,7 +110,6 @@ def test_the_script_prints_a_row_per_trace_and_policy(tmp_path: Path, capsys: py
         (tmp_path / "traces" / f"simulate_trace_{name}.csv").write_text(text)
     assert main([str(tmp_path), "--rounds", "3", "--estimates"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[4:10]] == [
-        [trace, policy] for trace in ("philly", "helios", "pai") for policy in ("fcfs", "apollo")
-    ]
+    rows = [tuple(line.split()[:2]) for line in lines[4:10]]
+    assert rows == list(itertools.product(("philly", "helios", "pai"), ("fcfs", "apollo")))
     assert [line.split()[:2] for line in lines[-2:]] == [["2", "1"], ["8", "1"]]

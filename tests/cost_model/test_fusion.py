@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.cost_model.fusion import segment_needs
+from apollo_compile.cost_model.fusion import _group, _Values, segment_needs
 from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work
 
 _SIZE = 100
@@ -85,10 +85,7 @@ GROUPED: dict[str, tuple[list[Node], tuple[int, int, int]]] = {
         [_node(1, EXP, (0,)), _node(2, "aten.convolution_backward.default", (1,)), _node(3, EXP, (2,))],
         (300, 300, 3),
     ),
-    "what nobody knows stands alone": (
-        [_node(1, EXP, (0,)), _node(2, "users.own.default", (1,))],
-        (200, 200, 2),
-    ),
+    "what nobody knows stands alone": ([_node(1, EXP, (0,)), _node(2, "users.own.default", (1,))], (200, 200, 2)),
 }
 """Nodes, with bytes read and written, and kernels."""
 
@@ -124,9 +121,7 @@ def test_the_workspace_is_what_crosses_groups_and_is_not_returned() -> None:
     assert segment_needs(viewed).workspace_bytes == 100
     assert segment_needs(viewed, outputs=[NodeId(2)]).workspace_bytes == 0  # a view of it is returned
     shared = [_node(1, EXP, (0,)), _node(2, MM, (1,)), _node(3, EXP, (0,))]
-    assert (
-        segment_needs(shared).workspace_bytes == 100
-    )  # two readers of one input are one group, which runs before the product
+    assert segment_needs(shared).workspace_bytes == 100  # the readers of one input are a group before the product
     table = [_node(1, PUT, (0,), size=500), _node(2, MM, (1,))]
     table[0] = replace(table[0], work=replace(table[0].work, bytes_written=10))
     assert segment_needs(table).workspace_bytes == 500  # all of what a scatter writes a few rows of
@@ -135,25 +130,15 @@ def test_the_workspace_is_what_crosses_groups_and_is_not_returned() -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_fused_groups_never_form_a_cycle(seed: int) -> None:
     """On random segments: the groups, contracted, can be ordered; fusion never adds bytes or kernels."""
-    from apollo_compile.cost_model.fusion import _group, _Values
-
     rng = random.Random(seed)
-    nodes = [
-        _node(
-            number,
-            rng.choice((ADD, EXP, SUM, MM, PUT, VIEW)),
-            tuple(sorted(rng.sample(range(number), min(number, rng.randint(1, 2))))),
-        )
-        for number in range(1, 30)
-    ]
+    nodes = []
+    for number in range(1, 30):
+        inputs = rng.sample(range(number), min(number, rng.randint(1, 2)))
+        nodes.append(_node(number, rng.choice((ADD, EXP, SUM, MM, PUT, VIEW)), tuple(sorted(inputs))))
     group_by_node = _group(nodes, values := _Values(nodes))
-    edges = {
-        (group_by_node[value], group_by_node[node.id])
-        for node in nodes
-        if node.id in group_by_node
-        for value in values.read_by(node)
-        if value in group_by_node and group_by_node[value] != group_by_node[node.id]
-    }
+    pairs = ((value, node.id) for node in nodes if node.id in group_by_node for value in values.read_by(node))
+    edges = {(group_by_node[value], group_by_node[node]) for value, node in pairs if value in group_by_node}
+    edges = {(first, second) for first, second in edges if first != second}
     waiting = set(group_by_node.values())
     while ready := {group for group in waiting if not any(a in waiting for a, b in edges if b == group)}:
         waiting -= ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -67,13 +68,8 @@ def test_a_cpu_kernel_that_gains_nothing_from_more_cores_uses_one() -> None:
 def test_more_cores_never_make_a_kernel_slower(seed: int) -> None:
     """Whatever the kernel, against one core."""
     rng = random.Random(seed)
-    moved = rng.randrange(10_000)
-    kernel = Kernel(
-        kind=rng.choice(list(KernelKind)),
-        flops=rng.randrange(10_000),
-        bytes_moved=moved,
-        bytes_from_outside=rng.randrange(moved + 1),
-    )
+    kind, flops, moved = rng.choice(list(KernelKind)), rng.randrange(10_000), rng.randrange(10_000)
+    kernel = Kernel(kind=kind, flops=flops, bytes_moved=moved, bytes_from_outside=rng.randrange(moved + 1))
     alone = predict_kernel(kernel, CPU, 1).total_ns
     assert all(predict_kernel(kernel, CPU, units).total_ns <= alone for units in (2, 3, 4))
 
@@ -104,18 +100,13 @@ def test_rates_between_sizes_follow_a_power_and_between_counts_a_line() -> None:
     profile = replace(
         CPU,
         unit_counts=(1, 3),
-        arithmetic=(
-            Arithmetic(kind=KernelKind.LOOP, dtype="float32", rates=near),
-            Arithmetic(kind=KernelKind.MATMUL, dtype="float32", rates=near),
-            table,
-        ),
+        arithmetic=(*(replace(table, kind=kind, rates=near) for kind in (KernelKind.LOOP, KernelKind.MATMUL)), table),
         near_bytes_per_s=near,
         far_bytes_per_s=near,
     )
     flops = {1: 1.0, 100: 1.0, 1000: 10.0, 10_000: 100.0, 10**9: 100.0}
-    for size, expected in flops.items():
-        assert profile.flops_per_s(KernelKind.SCATTER, "float32", size, 1) == pytest.approx(expected)
-        assert profile.flops_per_s(KernelKind.SCATTER, "float32", size, 2) == pytest.approx(2 * expected)
-        assert profile.flops_per_s(KernelKind.SCATTER, "float32", size, 9) == pytest.approx(3 * expected)
+    for (size, expected), (units, factor) in itertools.product(flops.items(), ((1, 1), (2, 2), (9, 3))):
+        found = profile.flops_per_s(KernelKind.SCATTER, "float32", size, units)
+        assert found == pytest.approx(factor * expected)
     assert profile.flops_per_s(KernelKind.LIBRARY, "int64", 100, 1) == pytest.approx(1.0)
     assert profile.flops_per_s(KernelKind.CONVOLUTION_BACKWARD, "bfloat16", 100, 1) == pytest.approx(1e9)

@@ -8,12 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from apollo_compile.ir import LaneId, SegmentId, Span, Trace, text
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.target.lanes import lane_catalogue, useful_lanes
-from tests.builders import costs, graph, plan, random_costs, random_graph, random_lanes
+from tests.builders import costs, follow, graph, plan, random_costs, random_graph, random_lanes
 from tests.ir.check.test_graph import capture, partition
 
 NAMES = ("embed", "vision.layers.0", "vision.layers.1", "text.layers.0", "text.layers.1", "head")
@@ -29,8 +26,7 @@ COSTS = costs(
     handover_ns=1_500,
 )
 PLAN = plan(GRAPH, "*AABB*", lanes=LANES, costs=COSTS, order=(0, 1, 3, 2, 4, 5))
-SYNCS = eliminate_syncs(GRAPH, PLAN)
-MEMORY = plan_memory(GRAPH, PLAN, SYNCS)
+SYNCS, MEMORY, PROGRAM = follow(GRAPH, PLAN)
 
 
 FORMS: dict[str, Callable[[], str]] = {
@@ -40,7 +36,7 @@ FORMS: dict[str, Callable[[], str]] = {
     "plan": lambda: text.format_plan(PLAN, GRAPH),
     "syncs": lambda: text.format_syncs(SYNCS, GRAPH, PLAN),
     "memory": lambda: text.format_memory(MEMORY, GRAPH),
-    "program": lambda: text.format_program(emit_program(GRAPH, PLAN, SYNCS, MEMORY), GRAPH),
+    "program": lambda: text.format_program(PROGRAM, GRAPH),
     "trace": lambda: text.format_trace(slower_trace(), GRAPH, PLAN),
 }
 
@@ -74,14 +70,13 @@ def test_every_product_has_a_text(seed: int) -> None:
     lanes = random_lanes(rng)
     table = random_costs(rng, made, lanes)
     planned = make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.2)
-    syncs = eliminate_syncs(made, planned)
-    memory = plan_memory(made, planned, syncs)
+    syncs, memory, program = follow(made, planned)
     forms = [
         text.format_costs(table, made),
         text.format_plan(planned, made),
         text.format_syncs(syncs, made, planned),
         text.format_memory(memory, made),
-        text.format_program(emit_program(made, planned, syncs, memory), made),
+        text.format_program(program, made),
         text.format_trace(Trace(spans=(), duration_ns=0), made, planned),
     ]
     for form in forms:

@@ -10,7 +10,7 @@ import torch
 import torch._inductor.inductor_prims  # registers the operators for seeds
 from torch.utils.flop_counter import FlopCounterMode
 
-from apollo_compile.ir import KernelKind
+from apollo_compile.ir import KernelKind, Work
 from apollo_compile.operators.entry import WorkKind
 from apollo_compile.operators.work import evaluate, node_work
 
@@ -19,6 +19,18 @@ aten = torch.ops.aten
 
 def _num_bytes(*tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _work(target: Any, *args: Any, out: Any = None) -> Work:
+    """Return what the formula says of a call, whose result is `out` where that is known already."""
+    return evaluate(node_work(target, args, {}, target(*args) if out is None else out), {})
+
+
+def _counted_flops(target: Any, *args: Any) -> int:
+    """Return what torch counts in a call."""
+    with FlopCounterMode(display=False) as counter:
+        target(*args)
+    return counter.get_total_flops()
 
 
 def _convolution(*, stride: int = 1, padding: int = 0, transposed: bool = False) -> Callable[..., tuple[Any, ...]]:
@@ -62,12 +74,10 @@ NAMED_CONVOLUTIONS = [
 @pytest.mark.parametrize(("target", "args"), COUNTED, ids=lambda value: str(value) if callable(value) else "")
 def test_products_agree_with_the_flop_counter(target: Any, args: tuple[Any, ...]) -> None:
     """Flops equal torch's count; bytes are the tensors read and written once."""
-    with FlopCounterMode(display=False) as counter:
-        out = target(*args)
-    work = evaluate(node_work(target, args, {}, out), {})
-    assert work.flops == counter.get_total_flops()
+    work = _work(target, *args)
+    assert work.flops == _counted_flops(target, *args)
     assert work.bytes_read == _num_bytes(*(value for value in args if isinstance(value, torch.Tensor)))
-    assert work.bytes_written == _num_bytes(out)
+    assert work.bytes_written == _num_bytes(target(*args))
     assert work.kernels == 1
 
 
@@ -79,10 +89,8 @@ def test_convolution_backward_agrees_with_the_flop_counter(wanted: list[bool], t
     call = _convolution(stride=2, transposed=transposed)(image, weight)
     gradient = torch.rand_like(aten.convolution.default(*call))
     args = (gradient, image, weight, [0], *call[3:], wanted)
-    with FlopCounterMode(display=False) as counter:
-        out = aten.convolution_backward.default(*args)
-    work = evaluate(node_work(aten.convolution_backward.default, args, {}, out), {})
-    assert work.flops == counter.get_total_flops()
+    work, out = _work(aten.convolution_backward.default, *args), aten.convolution_backward.default(*args)
+    assert work.flops == _counted_flops(aten.convolution_backward.default, *args)
     assert work.bytes_read == _num_bytes(gradient) + wanted[0] * _num_bytes(weight) + wanted[1] * _num_bytes(image)
     assert work.bytes_written == _num_bytes(*(tensor for tensor in out if tensor is not None))
     assert work.kernels == sum(wanted)
@@ -93,13 +101,13 @@ def test_a_named_convolution_costs_what_the_general_one_does(target: Any, named:
     """Which is what torch counts."""
     weight = _rand(4, 3, 3, 3) if general[0] else _rand(6, 2, 3, 3)
     same = (_rand(2, 4, 9, 8), weight, None, [2, 2], [1, 1])
-    args, general = (*same, *named), (*same, [1, 1], *general)
-    out = target(*args)
-    with FlopCounterMode(display=False) as counter:
-        aten.convolution.default(*general)
-    work = evaluate(node_work(target, args, {}, out), {})
-    assert work.flops == counter.get_total_flops()
-    assert work == evaluate(node_work(aten.convolution.default, general, {}, out), {})
+    work, general = _work(target, *same, *named), (*same, [1, 1], *general)
+    assert work.flops == _counted_flops(aten.convolution.default, *general)
+    assert work == _work(aten.convolution.default, *general)
+
+
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @pytest.mark.parametrize("shape", ((2, 2, 16, 32), (1, 4, 77, 64), (3, 1, 5, 8)))
@@ -107,13 +115,10 @@ def test_attention_costs_its_products(shape: tuple[int, ...]) -> None:
     """Two products forward and five backward, as the flop counter has it for other devices."""
     batch, heads, tokens, width = shape
     query, key, value = (_rand(*shape) for _ in range(3))
-    forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, logsumexp = forward_op(query, key, value)
+    out, logsumexp = ATTENTION(query, key, value)
     product = 2 * batch * heads * tokens * tokens * width
-    forward = evaluate(node_work(forward_op, (query, key, value), {}, (out, logsumexp)), {})
-    backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     args = (torch.rand_like(out), query, key, value, out, logsumexp, 0.0, False)
-    backward = evaluate(node_work(backward_op, args, {}, backward_op(*args)), {})
+    forward, backward = _work(ATTENTION, query, key, value), _work(ATTENTION_BACKWARD, *args)
     assert (forward.flops, backward.flops) == (2 * product, 5 * product)
     assert forward.bytes_read == _num_bytes(query, key, value)
     assert forward.bytes_written == _num_bytes(out, logsumexp)
@@ -121,7 +126,7 @@ def test_attention_costs_its_products(shape: tuple[int, ...]) -> None:
     assert (forward.kernels, backward.kernels) == (1, 1)
     for name in ("flash", "efficient", "cudnn"):  # on CUDA there is one before the gradients and one after
         target = f"aten._scaled_dot_product_{name}_attention_backward.default"
-        assert evaluate(node_work(target, args, {}, (query, key, value)), {}).kernels == 3
+        assert _work(target, *args, out=(query, key, value)).kernels == 3
 
 
 _TABLE, _IDS = _rand(100, 16), torch.randint(0, 100, (4, 7))
@@ -194,16 +199,16 @@ def test_a_scatter_costs_what_it_writes() -> None:
         (aten.index_put.default, (table, [indices], gradient, True), 1),
     ]
     for target, args, kernels in cases:
-        work = evaluate(node_work(target, args, {}, target(*args)), {})
+        work = _work(target, *args)
         (part,) = work.parts
         assert (part.kind, part.flops, work.bytes_written) == (KernelKind.SCATTER, gradient.numel(), values)
         assert work.bytes_read == 2 * values + _num_bytes(indices)
         assert work.kernels == part.launches == kernels
-    filled = evaluate(node_work(aten.scatter.value, (table, 0, indices, 1.0), {}, table), {})
+    filled = _work(aten.scatter.value, table, 0, indices, 1.0, out=table)
     assert (filled.flops, filled.bytes_written) == (indices.numel(), 4 * indices.numel())
     rows = torch.tensor([3, 5])
     for target, value in ((aten.index_fill.int_Scalar, 1.0), (aten.index_fill.int_Tensor, torch.tensor(1.0))):
-        work = evaluate(node_work(target, (table, 0, rows, value), {}, table), {})
+        work = _work(target, table, 0, rows, value)
         assert (work.flops, work.bytes_written) == (2 * 16, 4 * 2 * 16)
         read = [tensor for tensor in (rows, value) if isinstance(tensor, torch.Tensor)]
         assert work.bytes_read == 4 * 2 * 16 + _num_bytes(*read)  # nothing else of the table
@@ -225,20 +230,15 @@ def test_a_scatter_costs_what_it_writes() -> None:
 def test_products_have_output_tiles(name: str, kernel: Callable[[], tuple[Any, tuple[Any, ...]]], tiles: int) -> None:
     """Blocks of 128 x 128 of the result, per batch; a convolution has a row per position and a column per channel."""
     target, args = kernel()
-    (part,) = evaluate(node_work(target, args, {}, target(*args)), {}).parts
+    (part,) = _work(target, *args).parts
     assert part.tiles == tiles
 
 
 def test_attention_has_a_tile_per_block_of_queries_and_head() -> None:
     """Forward and backward, wherever the query stands among the arguments."""
     query, key = _rand(2, 3, 200, 8), _rand(2, 3, 50, 8)
-    forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, logsumexp = forward_op(query, key, key)
-    forward = evaluate(node_work(forward_op, (query, key, key), {}, (out, logsumexp)), {})
-    backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    args = (out, query, key, key, out, logsumexp, 0.0, False)
-    backward = evaluate(node_work(backward_op, args, {}, backward_op(*args)), {})
-    assert [(part.kind, part.tiles) for part in (*forward.parts, *backward.parts)] == [
-        (KernelKind.ATTENTION, 12),
-        (KernelKind.ATTENTION_BACKWARD, 12),
-    ]
+    out, logsumexp = ATTENTION(query, key, key)
+    (forward,) = _work(ATTENTION, query, key, key).parts
+    (backward,) = _work(ATTENTION_BACKWARD, out, query, key, key, out, logsumexp, 0.0, False).parts
+    assert (forward.kind, forward.tiles) == (KernelKind.ATTENTION, 12)
+    assert (backward.kind, backward.tiles) == (KernelKind.ATTENTION_BACKWARD, 12)

@@ -59,6 +59,12 @@ class Hand:
         return capture(self.module(outputs))
 
 
+@pytest.fixture
+def hand() -> Hand:
+    """A graph to be written."""
+    return Hand()
+
+
 def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
@@ -155,9 +161,8 @@ def test_modules_of_several_models_begin_with_the_variables_that_hold_them() -> 
     assert modules(f"{inner}[0].cell_contents.layers[2]", f"{inner}[0].cell_contents.head") == ["layers.2", "head"]
 
 
-def test_what_autograd_made_is_told_apart_in_whole_steps_only() -> None:
+def test_what_autograd_made_is_told_apart_in_whole_steps_only(hand: Hand) -> None:
     """A graph with the backward alone has nothing to tell it from."""
-    hand = Hand()
     first = hand.call(aten.neg.default, hand.input("x", 2))
     second = hand.call(aten.neg.default, first)
     second.meta["autograd_backward"] = True
@@ -170,9 +175,8 @@ def test_what_autograd_made_is_told_apart_in_whole_steps_only() -> None:
 # ----------------------------------------------------------------------------------------------------------- kinds
 
 
-def test_views_are_cheap_and_copies_are_not() -> None:
+def test_views_are_cheap_and_copies_are_not(hand: Hand) -> None:
     """Also `_unsafe_view`, whose schema hides that it is one."""
-    hand = Hand()
     x = hand.input("x", 4, 6)
     views = [
         hand.call(aten.view.default, x, [24]),
@@ -200,9 +204,8 @@ def test_views_are_cheap_and_copies_are_not() -> None:
     assert {by_name(made, node).work.kernels for node in views} == {0}
 
 
-def test_factories_without_inputs_are_cheap_and_random_ones_are_not() -> None:
+def test_factories_without_inputs_are_cheap_and_random_ones_are_not(hand: Hand) -> None:
     """A clone of `rand` would be another draw."""
-    hand = Hand()
     cpu = torch.device("cpu")
     factories = [
         hand.call(aten.full.default, [2], 1.0, device=cpu, pin_memory=False),
@@ -216,9 +219,8 @@ def test_factories_without_inputs_are_cheap_and_random_ones_are_not() -> None:
     assert by_name(made, draw).kind is NodeKind.COMPUTE
 
 
-def test_values_of_multi_output_operators_are_projections() -> None:
+def test_values_of_multi_output_operators_are_projections(hand: Hand) -> None:
     """Those of a split are views of a view: cheap."""
-    hand = Hand()
     x = hand.input("x", 4, 6)
     pair = hand.call(aten.topk.default, x, 2)
     values, indices = hand.call(operator.getitem, pair, 0), hand.call(operator.getitem, pair, 1)
@@ -233,9 +235,8 @@ def test_values_of_multi_output_operators_are_projections() -> None:
     assert by_name(made, pair).num_bytes == 4 * 2 * 4 + 4 * 2 * 8
 
 
-def test_a_seed_is_drawn_and_looked_up_in_one_place() -> None:
+def test_a_seed_is_drawn_and_looked_up_in_one_place(hand: Hand) -> None:
     """The number of a seed would tell equal layers apart, so that the lookup stays with the draw."""
-    hand = Hand()
     seeds = hand.call(prims.inductor_seeds.default, 2, torch.device("cpu"))
     lookup = hand.call(prims.inductor_lookup_seed.default, seeds, 1)
     draw = hand.call(prims.inductor_random.default, [4], lookup, "rand")
@@ -259,9 +260,8 @@ def test_a_constant_of_the_graph_is_cheap() -> None:
 # ----------------------------------------------------------------------------------------------------------- values
 
 
-def test_inputs_follow_the_arguments_without_repeats_and_signatures_point_into_them() -> None:
+def test_inputs_follow_the_arguments_without_repeats_and_signatures_point_into_them(hand: Hand) -> None:
     """So that `a - b` and `b - a` have one signature on other inputs, and `a * a` has one input."""
-    hand = Hand()
     a, b = hand.input("a", 2), hand.input("b", 2)
     forth, back = hand.call(aten.sub.Tensor, a, b), hand.call(aten.sub.Tensor, b, a)
     square = hand.call(aten.mul.Tensor, b, b)
@@ -273,18 +273,16 @@ def test_inputs_follow_the_arguments_without_repeats_and_signatures_point_into_t
     assert by_name(made, joined).signature == "aten.cat.default([%0, %1, %0], dim=0)"
 
 
-def test_a_value_is_described_by_dtype_shape_and_strides() -> None:
+def test_a_value_is_described_by_dtype_shape_and_strides(hand: Hand) -> None:
     """Bodies are shared between segments whose inputs agree in these."""
-    hand = Hand()
     x = hand.input("x", 2, 3, dtype=torch.float16)
     made = hand.capture(hand.call(aten.clone.default, hand.call(aten.t.default, x)))
     assert [node.value for node in made.nodes[:2]] == ["float16[2, 3] strides [3, 1]", "float16[3, 2] strides [1, 3]"]
     assert made.nodes[0].num_bytes == 12
 
 
-def test_outputs_may_be_none_inputs_aliases_and_repeats() -> None:
+def test_outputs_may_be_none_inputs_aliases_and_repeats(hand: Hand) -> None:
     """In the order of the return."""
-    hand = Hand()
     x = hand.input("x", 4)
     view, value = hand.call(aten.view.default, x, [2, 2]), hand.call(aten.neg.default, x)
     made = hand.capture(None, x, view, value, value, None)
@@ -294,9 +292,8 @@ def test_outputs_may_be_none_inputs_aliases_and_repeats() -> None:
 # ------------------------------------------------------------------------------------------------------------ order
 
 
-def test_random_draws_stay_in_order_among_themselves() -> None:
+def test_random_draws_stay_in_order_among_themselves(hand: Hand) -> None:
     """Each comes after the one before; what does not draw is free."""
-    hand = Hand()
     x = hand.input("x", 4)
     seeds = hand.call(prims.inductor_seeds.default, 1, torch.device("cpu"))
     bernoulli = hand.call(aten.bernoulli.p, x, 0.5)
@@ -311,9 +308,8 @@ def test_random_draws_stay_in_order_among_themselves() -> None:
     assert after(made, dropout) == {"rand_default"}
 
 
-def test_a_mutation_comes_after_earlier_readers_and_before_later_ones() -> None:
+def test_a_mutation_comes_after_earlier_readers_and_before_later_ones(hand: Hand) -> None:
     """Through views, too; readers of other storages and views themselves are free."""
-    hand = Hand()
     state, other = hand.input("state", 4), hand.input("other", 4)
     plain = hand.call(aten.neg.default, state)
     view = hand.call(aten.view.default, state, [2, 2])
@@ -335,9 +331,8 @@ def test_a_mutation_comes_after_earlier_readers_and_before_later_ones() -> None:
     assert {str(later), str(later_through_old_view), str(write)} <= after(made, again)
 
 
-def test_a_write_through_a_view_is_a_write_into_its_base() -> None:
+def test_a_write_through_a_view_is_a_write_into_its_base(hand: Hand) -> None:
     """A reader of the base comes before."""
-    hand = Hand()
     state, new = hand.input("state", 4), hand.input("new", 2)
     reader = hand.call(aten.neg.default, state)
     half = hand.call(aten.slice.Tensor, state, 0, 0, 2)
@@ -348,9 +343,8 @@ def test_a_write_through_a_view_is_a_write_into_its_base() -> None:
     assert after(made, later) == {str(write)}
 
 
-def test_a_number_read_from_a_tensor_is_cheap_and_read_before_the_tensor_is_written() -> None:
+def test_a_number_read_from_a_tensor_is_cheap_and_read_before_the_tensor_is_written(hand: Hand) -> None:
     """Each segment reads for itself, so all that use the number, or one made of it, come before the write."""
-    hand = Hand()
     x = hand.input("x", 4)
     first, second = (hand.input(name, dtype=torch.int64) for name in ("first", "second"))
     numbers = [hand.call(aten._local_scalar_dense.default, tensor) for tensor in (first, second)]
@@ -366,9 +360,8 @@ def test_a_number_read_from_a_tensor_is_cheap_and_read_before_the_tensor_is_writ
 
 
 @pytest.mark.parametrize("is_freed", [False, True])
-def test_a_number_that_is_used_after_its_tensor_was_written_to_is_refused(is_freed: bool) -> None:
+def test_a_number_that_is_used_after_its_tensor_was_written_to_is_refused(is_freed: bool, hand: Hand) -> None:
     """A segment behind the write would read the new number, or freed memory."""
-    hand = Hand()
     x, counter = hand.input("x", 4), hand.input("counter", dtype=torch.int64)
     number = hand.call(aten._local_scalar_dense.default, counter)
     total = hand.call(operator.add, number, 1)
@@ -381,9 +374,8 @@ def test_a_number_that_is_used_after_its_tensor_was_written_to_is_refused(is_fre
         hand.capture(later)
 
 
-def test_memory_is_freed_after_all_readers_of_inputs_and_before_later_ones() -> None:
+def test_memory_is_freed_after_all_readers_of_inputs_and_before_later_ones(hand: Hand) -> None:
     """An input may share its storage. What the graph made is free of that, and so is memory that is given."""
-    hand = Hand()
     x, other, third = hand.input("x", 4), hand.input("other", 4), hand.input("third", 4)
     reader = hand.call(aten.neg.default, hand.call(aten.view.default, x, [2, 2]))
     sharing = hand.call(aten.exp.default, other)
@@ -403,9 +395,8 @@ def test_memory_is_freed_after_all_readers_of_inputs_and_before_later_ones() -> 
     assert [node.name for node in made.nodes if node.is_alone] == [str(free), str(allocate)]
 
 
-def test_memory_that_is_filled_later_is_made_once() -> None:
+def test_memory_that_is_filled_later_is_made_once(hand: Hand) -> None:
     """Of a factory whose memory something writes to, no segment has a copy of its own."""
-    hand = Hand()
     x, full = hand.input("x", 4), hand.input("full", 4)
     made, filled = hand.call(aten.full.default, [4], 1.0), hand.call(aten.full.default, [4], 1.0)
     write = hand.call(aten.copy_.default, filled, full)
@@ -416,9 +407,8 @@ def test_memory_that_is_filled_later_is_made_once() -> None:
     assert after(found, reader) == {str(write)}
 
 
-def test_what_an_operator_returns_of_what_it_wrote_to_is_the_same_memory() -> None:
+def test_what_an_operator_returns_of_what_it_wrote_to_is_the_same_memory(hand: Hand) -> None:
     """Readers of its result come before the next write, as readers of its argument do."""
-    hand = Hand()
     state, new = hand.input("state", 4), hand.input("new", 4)
     first = hand.call(aten.copy_.default, state, new)
     reader = hand.call(aten.neg.default, hand.call(aten.view.default, first, [2, 2]))
@@ -427,9 +417,8 @@ def test_what_an_operator_returns_of_what_it_wrote_to_is_the_same_memory() -> No
     assert str(reader) in after(made, second)
 
 
-def test_what_is_read_already_is_not_named_again() -> None:
+def test_what_is_read_already_is_not_named_again(hand: Hand) -> None:
     """`after` is for order without a value."""
-    hand = Hand()
     state = hand.input("state", 4)
     new = hand.call(aten.add.Tensor, state, 1)
     write = hand.call(aten.copy_.default, state, new)
@@ -439,9 +428,8 @@ def test_what_is_read_already_is_not_named_again() -> None:
     assert by_name(made, result).after == ()
 
 
-def test_side_effects_stay_in_order() -> None:
+def test_side_effects_stay_in_order(hand: Hand) -> None:
     """Here assertions, which return nothing."""
-    hand = Hand()
     flag = hand.input("flag", dtype=torch.bool)
     first = hand.call(aten._assert_async.msg, flag, "first")
     hand.call(aten.logical_not.default, flag)
@@ -536,9 +524,8 @@ def test_a_shape_that_no_input_explains_is_refused(function: Callable[..., torch
         capture(graph_module)
 
 
-def test_a_number_that_only_another_graph_has_read_is_refused() -> None:
+def test_a_number_that_only_another_graph_has_read_is_refused(hand: Hand) -> None:
     """As the forward reads it and the backward takes it; on a GPU no lane could stop to read one."""
-    hand = Hand()
     count = hand.input("count", dtype=torch.int64)
     number = hand.call(aten._local_scalar_dense.default, count)
     product = hand.call(aten.mul.Tensor, hand.input("x", 4), number)
@@ -668,9 +655,8 @@ def test_what_no_segment_can_hold_is_refused(name: str) -> None:
         capture(fx.GraphModule({"constant": torch.ones(2)}, hand.graph))
 
 
-def test_an_output_that_is_a_number_is_refused_and_none_are_enough() -> None:
+def test_an_output_that_is_a_number_is_refused_and_none_are_enough(hand: Hand) -> None:
     """The message shows the number; an empty graph is captured."""
-    hand = Hand()
     hand.graph.output((hand.input("x", 2), 3))
     with pytest.raises(UnsupportedGraphError, match="the graph returns 3, a int, not a tensor"):
         capture(fx.GraphModule({}, hand.graph))
@@ -679,9 +665,8 @@ def test_an_output_that_is_a_number_is_refused_and_none_are_enough() -> None:
 
 
 @pytest.mark.robustness("Special operators", "streams of the user's in a graph")
-def test_streams_of_the_users_are_refused(record_property: Callable[[str, object], None]) -> None:
+def test_streams_of_the_users_are_refused(record_property: Callable[[str, object], None], hand: Hand) -> None:
     """A plan places all work itself, so a graph with `torch.cuda.stream` in it is Inductor's, which honours them."""
-    hand = Hand()
     x = hand.input("x", 2)
     hand.call(torch.ops.streams.fork.default, 0, 1)
     y = hand.call(aten.neg.default, x)
@@ -691,9 +676,8 @@ def test_streams_of_the_users_are_refused(record_property: Callable[[str, object
     record_property("reasons", [str(refusal.value)])  # as of a graph that runs
 
 
-def test_a_tensor_of_a_dynamic_size_counts_as_reading_what_its_number_was_read_from() -> None:
+def test_a_tensor_of_a_dynamic_size_counts_as_reading_what_its_number_was_read_from(hand: Hand) -> None:
     """It has a size and a number; what is made of it comes before the tensor of the number is overwritten."""
-    hand = Hand()
     size, scale = hand.input("size", 3, dtype=torch.int64), hand.input("scale")
     rows = hand.call(torch.ops.aten.sym_size.int, size, 0)
     number = hand.call(torch.ops.aten._local_scalar_dense.default, scale)
@@ -706,9 +690,8 @@ def test_a_tensor_of_a_dynamic_size_counts_as_reading_what_its_number_was_read_f
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_four_equal_parts_of_a_value_are_made_where_it_is_made(count: int) -> None:
+def test_four_equal_parts_of_a_value_are_made_where_it_is_made(count: int, hand: Hand) -> None:
     """By name or by split; three are the queries, keys and values of their reader."""
-    hand = Hand()
     x = hand.input("x", 2, 4, 3)
     value = hand.call(aten.relu.default, x)
     split = hand.call(aten.split.Tensor, value, 1, 1)
@@ -725,9 +708,8 @@ def test_four_equal_parts_of_a_value_are_made_where_it_is_made(count: int) -> No
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_parts_put_into_zeros_belong_to_the_segments_that_add_them(count: int) -> None:
+def test_parts_put_into_zeros_belong_to_the_segments_that_add_them(count: int, hand: Hand) -> None:
     """As in the backward of a loop that reads four parts of a value; into a value that is computed they are work."""
-    hand = Hand()
     gradient = hand.input("gradient", 2, 3)
     zeros = hand.call(aten.full.default, [2, 4, 3], 0)
     computed = hand.call(aten.exp.default, hand.input("x", 2, 4, 3))
@@ -741,9 +723,8 @@ def test_parts_put_into_zeros_belong_to_the_segments_that_add_them(count: int) -
     assert {by_name(made, each).kind for each in kept} == {NodeKind.COMPUTE}
 
 
-def test_parts_of_what_is_written_to_are_taken_where_they_are_read() -> None:
+def test_parts_of_what_is_written_to_are_taken_where_they_are_read(hand: Hand) -> None:
     """Of an input that the graph writes to at its end, and of a view of it."""
-    hand = Hand()
     x = hand.input("x", 4, 3)
     turned = hand.call(aten.permute.default, x, [1, 0])
     taken = [
@@ -756,9 +737,8 @@ def test_parts_of_what_is_written_to_are_taken_where_they_are_read() -> None:
     assert {by_name(made, each).kind for each in taken} == {NodeKind.CHEAP}
 
 
-def test_parts_between_aligned_addresses_are_taken_where_they_are_read() -> None:
+def test_parts_between_aligned_addresses_are_taken_where_they_are_read(hand: Hand) -> None:
     """But on a CPU: code that Inductor compiles for one would read the others at wrong addresses."""
-    hand = Hand()
     x = hand.input("x", 2, 4)
     taken = [hand.call(aten.select.int, x, 1, place) for place in range(4)]
     graph_module = hand.module([hand.call(aten.exp.default, each) for each in taken])

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
-from apollo_compile.ir import Buffer, BufferId, Phase, SegmentGraph, SegmentId
+from apollo_compile.ir import BufferId, Phase, Segment, SegmentGraph, SegmentId
 from apollo_compile.passes.compose import Call, compose_step
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import graph, random_costs, random_graph, random_lanes, random_plan
+from tests.builders import follow, graph, random_costs, random_graph, random_lanes, random_plan
 from tests.races import find_races
 
 Memory = dict[BufferId, int]
@@ -26,16 +23,7 @@ def with_inputs(made: SegmentGraph, count: int, rng: random.Random) -> SegmentGr
     for _ in range(count):
         buffer = BufferId(len(buffers))
         readers = sorted(rng.sample(range(len(segments)), rng.randrange(1, min(4, len(segments)) + 1)))
-        buffers.append(
-            Buffer(
-                id=buffer,
-                name=f"in{buffer}",
-                producer=None,
-                readers=tuple(map(SegmentId, readers)),
-                num_bytes=8,
-                is_output=False,
-            )
-        )
+        buffers.append(replace(buffers[0], id=buffer, name=f"in{buffer}", readers=tuple(map(SegmentId, readers))))
         inputs.append(buffer)
         for reader in readers:
             segments[reader] = replace(segments[reader], inputs=(*segments[reader].inputs, buffer))
@@ -51,15 +39,20 @@ def in_write_order(made: SegmentGraph, buffers: Sequence[BufferId]) -> SegmentGr
     return replace(made, segments=tuple(segments))
 
 
-def run_segment(made: SegmentGraph, segment: int, memory: Memory, written: Sequence[BufferId], body: int) -> None:
-    """Compute numbers that tell of the body and of all it read; the last segment with a written input writes to it."""
-    piece = made.segments[segment]
+def run_segment(piece: Segment, memory: Memory, writes: Iterable[BufferId], body: int) -> None:
+    """Compute numbers that tell of the body and of all it read, and write such numbers to some inputs."""
     read = tuple(memory[buffer] for buffer in piece.inputs)
     for place, buffer in enumerate(piece.outputs):
         memory[buffer] = hash((body, place, read))
-    for buffer in written:
-        if made.buffers[buffer].readers[-1] == segment:
-            memory[buffer] = hash(("written", body, read))
+    for buffer in writes:
+        memory[buffer] = hash(("written", body, read))
+
+
+def writers(made: SegmentGraph, call: Call) -> Iterator[tuple[SegmentId, BufferId, str]]:
+    """Yield, of every written input, the last segment that has it, which writes to it, its buffer and its name."""
+    for buffer, name in zip(made.inputs, call.takes, strict=True):
+        if name in call.writes:
+            yield made.buffers[buffer].readers[-1], buffer, name
 
 
 def run_calls(
@@ -70,9 +63,9 @@ def run_calls(
     for call in calls:
         made = graphs[call.graph]
         memory = {buffer: values[name] for buffer, name in zip(made.inputs, call.takes, strict=True)}
-        written = [buffer for buffer, name in zip(made.inputs, call.takes, strict=True) if name in call.writes]
         for segment in made.segments:
-            run_segment(made, segment.id, memory, written, first_body[call.graph] + segment.body)
+            writes = [buffer for writer, buffer, _ in writers(made, call) if writer == segment.id]
+            run_segment(segment, memory, writes, first_body[call.graph] + segment.body)
         for buffer, name in zip(made.inputs, call.takes, strict=True):
             values[name] = memory[buffer]
         for out, made_name in zip(made.outputs, call.makes, strict=True):
@@ -92,12 +85,7 @@ def run_in_any_order(
         segment = rng.choice(ready)
         waiting.remove(segment)
         done.add(SegmentId(segment))
-        piece = step.segments[segment]
-        read = tuple(memory[buffer] for buffer in piece.inputs)
-        for place, buffer in enumerate(piece.outputs):
-            memory[buffer] = hash((piece.body, place, read))
-        for buffer in writes.get(segment, ()):
-            memory[buffer] = hash(("written", piece.body, read))
+        run_segment(step.segments[segment], memory, writes.get(segment, ()), step.segments[segment].body)
     return memory
 
 
@@ -106,9 +94,8 @@ def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(see
     """Graphs are called several times, values flow between calls, and some are written in place."""
     rng = random.Random(seed)
     shared = [f"weight{number}" for number in range(3)]
-    graphs, calls, made_values = [], [], ["batch"]
-    for _ in range(2):
-        graphs.append(with_inputs(random_graph(rng, rng.randrange(2, 7)), 2, rng))
+    calls, made_values = [], ["batch"]
+    graphs = [with_inputs(random_graph(rng, rng.randrange(2, 7)), 2, rng) for _ in range(2)]
     for number in range(5):
         which = rng.randrange(2)
         takes = (rng.choice(made_values), *rng.sample(shared, 2))
@@ -132,15 +119,11 @@ def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(see
     writes: dict[int, list[BufferId]] = {}
     first = 0
     for call in calls:
-        made = graphs[call.graph]
-        for buffer, name in zip(made.inputs, call.takes, strict=True):
-            if name in call.writes:
-                writes.setdefault(first + made.buffers[buffer].readers[-1], []).append(buffer_of[name])
-        first += len(made.segments)
+        for writer, _, name in writers(graphs[call.graph], call):
+            writes.setdefault(first + writer, []).append(buffer_of[name])
+        first += len(graphs[call.graph].segments)
     for _ in range(4):
-        memory = run_in_any_order(
-            rng, step, {b: given[name] for name, b in zip(inputs, step.inputs, strict=True)}, writes
-        )
+        memory = run_in_any_order(rng, step, {buffer_of[name]: given[name] for name in inputs}, writes)
         assert {name: memory[buffer_of[name]] for name in outputs} == {name: expected[name] for name in outputs}
 
 
@@ -173,9 +156,7 @@ def test_programs_of_steps_have_no_races(seed: int) -> None:
     step = compose_step("step", [forward, backward, add], calls, inputs=inputs, outputs=[total])
 
     lanes = random_lanes(rng)
-    planned = random_plan(rng, step, lanes, random_costs(rng, step, lanes))
-    syncs = eliminate_syncs(step, planned)
-    program = emit_program(step, planned, syncs, plan_memory(step, planned, syncs))
+    *_, program = follow(step, random_plan(rng, step, lanes, random_costs(rng, step, lanes)))
     assert [defect for _ in range(3) for defect in find_races(program, step, rng)] == []
 
 
@@ -223,9 +204,6 @@ def test_a_call_that_does_not_fit_is_refused(takes: tuple[str, ...], makes: tupl
 def test_collectives_of_all_calls_follow_each_other() -> None:
     """Other ranks keep the order of the calls; nothing else would order two of them that share no value."""
     made = graph((), collectives=(0,))
-    calls = [
-        Call(graph=0, label=f"@{number}", phase=Phase.UPDATE, takes=("x",), makes=(f"y{number}",))
-        for number in range(3)
-    ]
+    calls = [Call(graph=0, label=f"@{n}", phase=Phase.UPDATE, takes=("x",), makes=(f"y{n}",)) for n in range(3)]
     step = compose_step("step", [made], calls, inputs=["x"], outputs=["y0", "y1", "y2"])
     assert [each.after for each in step.segments] == [(), (0,), (1,)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,13 +73,11 @@ def towers(image: int, text: int, num_bytes: int = 1000) -> StepWork:
     """Return two towers and a loss that reads both."""
     return StepWork(
         modules=(
-            state("image", num_bytes),
-            state("text", num_bytes),
+            *(state(name, num_bytes) for name in ("image", "text")),
             replicated("loss", [(2, 1)], state_bytes=0, gradient_bytes=0),
         ),
         calls=(
-            call("image", image, image // 2, sent=500),
-            call("text", text, text // 2, sent=500),
+            *(call(name, work, work // 2, sent=500) for name, work in (("image", image), ("text", text))),
             call("loss", 10, inputs=("image", "text"), returned=500),
         ),
     )
@@ -146,9 +144,7 @@ def test_waves_give_the_modules_of_a_level_disjoint_groups_as_large_as_their_wor
     work = StepWork(
         modules=tuple(state(name, devices=8) for name in ("a", "b", "c", "d")),
         calls=(
-            divided("a", 80_000, 8),
-            divided("b", 20_000, 8),
-            divided("c", 20_000, 8),
+            *(divided(name, time, 8) for name, time in (("a", 80_000), ("b", 20_000), ("c", 20_000))),
             divided("d", 50_000, 8, inputs=("a", "b")),
         ),
     )
@@ -170,15 +166,12 @@ def test_more_modules_than_devices_take_several_waves() -> None:
 def test_an_infeasible_memory_names_the_least_that_works() -> None:
     """Which is enough, and one byte less is not."""
     work = towers(100_000, 100_000, 10_000)
-    with pytest.raises(
-        InfeasiblePlanError,
-        match=r"keeps the memory of 40000 bytes per device: the least that is enough is 40150 bytes; 'image' alone "
-        r"needs 40050 bytes \(39.1 KiB\)",
-    ):
-        plan_deployment(work, cluster(2, 40_000), seconds=3)
+    alone = r"'image' alone needs 40050 bytes \(39.1 KiB\)"
+    for memory, told in ((40_000, alone), (40_149, "")):
+        least = f"keeps the memory of {memory} bytes per device: the least that is enough is 40150 bytes"
+        with pytest.raises(InfeasiblePlanError, match=f"{least}.*{told}"):
+            plan_deployment(work, cluster(2, memory), seconds=3)
     assert max(plan_deployment(work, cluster(2, 40_150), seconds=3).memory_bytes) == 40_150
-    with pytest.raises(InfeasiblePlanError, match="the least that is enough is 40150 bytes"):
-        plan_deployment(work, cluster(2, 40_149), seconds=3)
 
 
 def test_memory_may_forbid_data_parallelism() -> None:
@@ -235,35 +228,20 @@ def test_given_groups_are_predicted_like_planned_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "text"),
+    ("module", "first", "devices", "units", "text"),
     [
-        (
-            DeviceGroup(module="image", first=1, devices=2, units=1),
-            "cannot have 2 devices with 1 units from device 1 on",
-        ),
-        (
-            DeviceGroup(module="image", first=2, devices=1, units=1),
-            "cannot have 1 devices with 1 units from device 2 on",
-        ),
-        (
-            DeviceGroup(module="image", first=0, devices=1, units=2),
-            "a number of devices out of 1 with 1 units; 2 with 1",
-        ),
-        (
-            DeviceGroup(module="vision", first=0, devices=1, units=1),
-            "module 'image' has no group; there are groups for vision",
-        ),
+        ("image", 1, 2, 1, "cannot have 2 devices with 1 units from device 1 on"),
+        ("image", 2, 1, 1, "cannot have 1 devices with 1 units from device 2 on"),
+        ("image", 0, 1, 2, "a number of devices out of 1 with 1 units; 2 with 1"),
+        ("vision", 0, 1, 1, "module 'image' has no group; there are groups for vision"),
     ],
 )
-def test_groups_that_cannot_be_are_errors(group: DeviceGroup, text: str) -> None:
+def test_groups_that_cannot_be_are_errors(module: str, first: int, devices: int, units: int, text: str) -> None:
     """That name the module and what it can have."""
-    work = towers(100_000, 60_000)
-    rest = [
-        DeviceGroup(module="text", first=0, devices=1, units=1),
-        DeviceGroup(module="loss", first=0, devices=2, units=1),
-    ]
+    wrong = DeviceGroup(module=module, first=first, devices=devices, units=units)
+    rest = [DeviceGroup(module=name, first=0, devices=count, units=1) for name, count in (("text", 1), ("loss", 2))]
     with pytest.raises(ConfigError, match=text):
-        deploy_on(work, cluster(2), [group, *rest])
+        deploy_on(towers(100_000, 60_000), cluster(2), [wrong, *rest])
 
 
 def test_given_groups_keep_the_memory_too() -> None:
@@ -300,21 +278,21 @@ def test_nonsense_in_the_work_is_an_error(change: dict[str, object], text: str) 
         plan_deployment(replace(work, calls=calls, modules=modules), cluster(2), seconds=1)
 
 
-def published() -> ModuleType:
-    """Return the example with Multitask-CLIP."""
-    path = Path(__file__).parents[2] / "examples" / "simulate_deployment.py"
-    spec = importlib.util.spec_from_file_location("simulate_deployment", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def example() -> SimpleNamespace:
+    """The example with Multitask-CLIP."""
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "simulate_deployment.py")))
+
+
+def published_cluster(example: SimpleNamespace, memory_bytes: int) -> EqualDevices:
+    """Return the 64 devices of the publication."""
+    return EqualDevices(devices=64, units=example.UNITS, memory_bytes=memory_bytes, link=Link(2e-5, 50e9))
 
 
 @pytest.mark.parametrize("tasks", [7, 10])
-def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks: int) -> None:
+def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks: int, example: SimpleNamespace) -> None:
     """And not behind waves or data parallelism."""
-    example = published()
-    devices = EqualDevices(devices=64, units=example.UNITS, memory_bytes=80 * 2**30, link=Link(2e-5, 50e9))
+    devices = published_cluster(example, 80 * 2**30)
     plan = plan_deployment(example.multitask_clip(tasks, 64), devices, seconds=10)
     assert 0 < plan.gap <= 0.05
     assert {baseline.name for baseline in plan.baselines} == {"data parallel", "waves"}
@@ -322,9 +300,7 @@ def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks:
     assert max(plan.memory_bytes) <= 80 * 2**30
 
 
-def test_multitask_clip_names_the_least_memory_that_works() -> None:
+def test_multitask_clip_names_the_least_memory_that_works(example: SimpleNamespace) -> None:
     """Vision's parameters cannot be divided."""
-    example = published()
-    devices = EqualDevices(devices=64, units=example.UNITS, memory_bytes=2**30, link=Link(2e-5, 50e9))
     with pytest.raises(InfeasiblePlanError, match=r"(the least that is enough is|enough is) \d+ bytes; 'vision' alone"):
-        plan_deployment(example.multitask_clip(7, 64), devices, seconds=8)
+        plan_deployment(example.multitask_clip(7, 64), published_cluster(example, 2**30), seconds=8)

@@ -9,22 +9,12 @@ import pytest
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import Launch, MemoryPlan, Plan, Program, Record, Release, SegmentGraph, SyncPlan, Wait
 from apollo_compile.ir.check import check_program
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import chains, graph, plan, random_costs, random_graph, random_lanes, random_plan
+from tests.builders import chains, follow, graph, plan, random_costs, random_graph, random_lanes, random_plan
 from tests.races import find_races, without, without_each_wait
 
 
-def emit(made: SegmentGraph, planned: Plan) -> tuple[Program, SyncPlan, MemoryPlan]:
-    """Return the program of a plan and the products on the way."""
-    syncs = eliminate_syncs(made, planned)
-    memory = plan_memory(made, planned, syncs)
-    return emit_program(made, planned, syncs, memory), syncs, memory
-
-
-def random_program(rng: random.Random) -> tuple[SegmentGraph, Plan, Program, SyncPlan, MemoryPlan]:
+def random_program(rng: random.Random) -> tuple[SegmentGraph, Plan, SyncPlan, MemoryPlan, Program]:
     """Return a program of a random plan, or of the planner's plan, for a random graph."""
     made = random_graph(rng, rng.randrange(1, 16))
     lanes = random_lanes(rng)
@@ -33,15 +23,14 @@ def random_program(rng: random.Random) -> tuple[SegmentGraph, Plan, Program, Syn
         planned = make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.2)
     else:
         planned = random_plan(rng, made, lanes, table)
-    return made, planned, *emit(made, planned)
+    return made, planned, *follow(made, planned)
 
 
 @pytest.mark.parametrize("seed", range(80))
 def test_programs_have_no_races(seed: int) -> None:
     """By the check, and by the race oracle in several interleavings."""
     rng = random.Random(seed)
-    made, planned, program, syncs, memory = random_program(rng)
-    check_program(program, made, planned, syncs, memory)
+    made, *_, program = random_program(rng)
     for _ in range(3):
         assert find_races(program, made, rng) == []
 
@@ -56,8 +45,7 @@ def test_programs_on_halves_thirds_and_quarters_have_no_races(seed: int) -> None
         random_plan(rng, made, lanes, table),
         make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.1),
     ):
-        program, syncs, memory = emit(made, planned)
-        check_program(program, made, planned, syncs, memory)
+        *_, program = follow(made, planned)
         for _ in range(3):
             assert find_races(program, made, rng) == []
 
@@ -66,7 +54,7 @@ def test_programs_on_halves_thirds_and_quarters_have_no_races(seed: int) -> None
 def test_a_program_without_any_one_wait_has_a_race(seed: int) -> None:
     """So waits are minimal, and both the oracle and the check see what is missing."""
     rng = random.Random(seed)
-    made, planned, program, syncs, memory = random_program(rng)
+    made, planned, syncs, memory, program = random_program(rng)
     for broken in without_each_wait(program):
         assert find_races(broken, made, rng)
         with pytest.raises(InvariantError):
@@ -77,7 +65,7 @@ def test_a_program_without_any_one_wait_has_a_race(seed: int) -> None:
 def test_the_oracle_and_the_check_see_other_damage(seed: int) -> None:
     """A record or launch is missing, a buffer is taken by any reader, a release comes first or twice."""
     rng = random.Random(seed)
-    made, planned, program, syncs, memory = random_program(rng)
+    made, planned, syncs, memory, program = random_program(rng)
     for lane, instructions in enumerate(program.instructions):
         for index, instruction in enumerate(instructions):
             blocks = list(program.instructions)
@@ -105,7 +93,7 @@ def test_the_oracle_and_the_check_see_other_damage(seed: int) -> None:
 def test_one_event_serves_all_waits_for_a_segment() -> None:
     """Two lanes wait for segment 0: one record, two waits."""
     made = graph((), (0,), (0,), (1, 2))
-    program, _, _ = emit(made, plan(made, "*ABA"))
+    *_, program = follow(made, plan(made, "*ABA"))
     flat = [instruction for block in program.instructions for instruction in block]
     assert program.num_events == 2
     assert sum(isinstance(instruction, Record) for instruction in flat) == 2
@@ -115,7 +103,7 @@ def test_one_event_serves_all_waits_for_a_segment() -> None:
 def test_waits_come_before_the_launch_and_releases_after_the_record() -> None:
     """Whoever waits need not wait for the releases, unless they are the last that the lane does."""
     made = graph((), (), (0,), (1, 0), (2,), outputs=[3, 4])
-    program, _, _ = emit(made, plan(made, "AB*AB"))
+    *_, program = follow(made, plan(made, "AB*AB"))
     for block in program.instructions:
         last = max((place for place, each in enumerate(block) if isinstance(each, Launch)), default=0)
         assert not (isinstance(block[-1], Release) and any(isinstance(each, Record) for each in block[last:]))
@@ -129,8 +117,6 @@ def test_a_buffer_that_a_segment_reads_twice_is_taken_once() -> None:
     made = graph((), (0,))
     reader = replace(made.segments[1], inputs=2 * made.segments[1].inputs)
     made = replace(made, segments=(made.segments[0], reader))
-    planned = plan(made, "AA")
-    program, syncs, memory = emit(made, planned)
+    *_, program = follow(made, plan(made, "AA"))
     launches = [each for each in program.instructions[1] if isinstance(each, Launch)]
     assert launches[-1].takes == (False, True)
-    check_program(program, made, planned, syncs, memory)

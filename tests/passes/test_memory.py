@@ -4,25 +4,14 @@ import random
 
 import pytest
 
-from apollo_compile.ir import MemoryPlan, Plan, SegmentGraph
-from apollo_compile.ir.check import check_memory
-from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import random_costs, random_graph, random_lanes, random_plan
+from apollo_compile.ir import MemoryPlan
+from tests.builders import follow, random_costs, random_graph, random_lanes, random_plan
 from tests.passes.test_sync import pairs, reachable
 
 
 def holds(memory: MemoryPlan) -> dict[int, int]:
     """Return the hold segment of every buffer."""
     return {hold.buffer: hold.segment for hold in memory.holds}
-
-
-def plan_all(made: SegmentGraph, planned: Plan) -> MemoryPlan:
-    """Return the checked memory plan."""
-    syncs = eliminate_syncs(made, planned)
-    memory = plan_memory(made, planned, syncs)
-    check_memory(memory, made, planned, syncs)
-    return memory
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -32,8 +21,8 @@ def test_the_hold_is_the_first_segment_ordered_after_all_users(seed: int) -> Non
     made = random_graph(rng, rng.randrange(1, 12))
     lanes = random_lanes(rng)
     planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
-    memory = plan_all(made, planned)
-    before = reachable(made, planned, pairs(eliminate_syncs(made, planned).waits))
+    syncs, memory, _ = follow(made, planned)
+    before = reachable(made, planned, pairs(syncs.waits))
     order = [assignment.segment for assignment in planned.in_start_order()]
     for buffer in made.buffers:
         users = {*buffer.readers, *([] if buffer.producer is None else [buffer.producer])}
@@ -52,7 +41,7 @@ def test_the_peak_is_the_largest_sum_of_living_buffers(seed: int) -> None:
     made = random_graph(rng, rng.randrange(1, 12))
     lanes = random_lanes(rng)
     planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
-    memory = plan_all(made, planned)
+    _, memory, _ = follow(made, planned)
     ends = {hold.buffer: planned.assignments[hold.segment].end_ns for hold in memory.holds}
 
     def alive(time: int, lane: int | None) -> int:

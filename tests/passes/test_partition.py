@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,9 @@ from apollo_compile.ir import (
     Partition,
     Phase,
     Role,
+    Segment,
     SegmentGraph,
+    SegmentId,
     Work,
 )
 from apollo_compile.ir.check import check_capture, check_partition
@@ -201,14 +204,16 @@ def closure(graph: SegmentGraph) -> list[set[int]]:
 
 def assert_independent(graph: SegmentGraph, first: str, second: str) -> None:
     """Check that there are segments of both modules and no path between them."""
-    sides = [[s.id for s in graph.segments if f"{s.module}.".startswith(f"{name}.")] for name in (first, second)]
+    sides = [[s for s in graph.segments if f"{s.module}.".startswith(f"{name}.")] for name in (first, second)]
     assert all(sides), [s.name for s in graph.segments]
+    assert_no_paths(graph, *sides)
+
+
+def assert_no_paths(graph: SegmentGraph, these: Sequence[Segment], those: Sequence[Segment]) -> None:
+    """Check that no segment of the one side waits for one of the other."""
     before = closure(graph)
-    for left in sides[0]:
-        for right in sides[1]:
-            assert left not in before[right] and right not in before[left], (
-                f"{graph.segments[left].name} and {graph.segments[right].name} depend on each other"
-            )
+    for left, right in itertools.product(these, those):
+        assert left.id not in before[right.id] and right.id not in before[left.id], f"{left.name}, {right.name}"
 
 
 # ---------------------------------------------------------------------------------------------------------- models
@@ -219,18 +224,13 @@ class Normalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2))
-        self.right = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2))
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4)]
+        self.left, self.right = nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1)
-        left, right = x, x
-        for layer in self.left:
-            left = layer(left)
-        for layer in self.right:
-            right = layer(right)
-        return left + right * self.calls
+        return self.left(x) + self.right(x) * self.calls
 
 
 class Attention(nn.Module):
@@ -252,8 +252,7 @@ class Masked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.ModuleList([Attention(8)])
-        self.second = nn.ModuleList([Attention(8)])
+        self.first, self.second = (nn.ModuleList([Attention(8)]) for _ in range(2))
         self.register_buffer("positions", torch.randn(5, 8))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -261,11 +260,7 @@ class Masked(nn.Module):
         mask = steps[None, :] > steps[:, None]
         scale = torch.tensor([1.0, 2.0] * 4)
         x, y = x * scale + self.positions, y * scale + self.positions
-        for layer in self.first:
-            x = layer(x, mask)
-        for layer in self.second:
-            y = layer(y, mask)
-        return x * y
+        return self.first[0](x, mask) * self.second[0](y, mask)
 
 
 class Tied(nn.Module):
@@ -406,8 +401,8 @@ def test_models_test_what_they_should() -> None:
     assert "aten.copy_.default" in targets["batchnorm"] & targets["growing"]
     assert {NodeKind.PROJECTION} <= {node.kind for node in captures["multi_output"].nodes}
     assert not any(node.module for node in captures["functional"].nodes)
-    assert any(captures["many_outputs"].nodes[o].kind is NodeKind.CHEAP for o in captures["many_outputs"].outputs)
-    assert any(captures["many_outputs"].nodes[o].kind is NodeKind.INPUT for o in captures["many_outputs"].outputs)
+    many = captures["many_outputs"]
+    assert {NodeKind.CHEAP, NodeKind.INPUT} <= {many.nodes[output].kind for output in many.outputs}
     assert any(o is None for o in graphs_of("masked", train=True, recompute_masks=True)[Role.BACKWARD].captured.outputs)
 
 
@@ -502,11 +497,10 @@ def test_what_resizes_a_storage_is_alone(config: PartitionConfig, is_named: bool
         torch.ops.inductor.resize_storage_bytes_(y, 0)
         return made, aten.mm.default(z, z)
 
-    graph_module = make_fx(function, tracing_mode="fake")(*(torch.ones(64, 64) for _ in range(3)))
-    for node in graph_module.graph.nodes if is_named else ():
+    recorded = hand(function, *(torch.ones(64, 64) for _ in range(3)))
+    for node in recorded.graph_module.graph.nodes if is_named else ():
         node.meta["nn_module_stack"] = {"key": ("L['self'].layers.0", nn.Module)}
-    capture = capture_graph(graph_module, name="resizing", role=Role.INFERENCE)
-    check_capture(capture)
+    capture = recorded.captured
     partition = partition_graph(capture, config=config)
     check_partition(partition, capture)
     contents = [{capture.nodes[node].target for node in nodes} for nodes in partition.nodes_by_segment]
@@ -769,13 +763,10 @@ def test_bodies_replay_whole_steps_bit_for_bit(num_parts: int, config: Partition
 def test_towers_of_a_whole_step_are_independent_but_for_the_loss(num_parts: int, config: PartitionConfig) -> None:
     """No layer of one tower waits for a layer of the other."""
     graph = partition_graph(whole_step(num_parts).captured, config=config).graph
-    before = closure(graph)
     backwards = [s for s in graph.segments if s.name.partition("#")[0].endswith((":backward", ":weights"))]
     image, text = ([s for s in backwards if s.name.startswith(f"{tower}.layers")] for tower in ("image", "text"))
     assert len(image) >= 2 * num_parts and len(text) >= 2 * num_parts
-    for left in image:
-        for right in text:
-            assert left.id not in before[right.id] and right.id not in before[left.id], f"{left.name}, {right.name}"
+    assert_no_paths(graph, image, text)
 
 
 def test_updates_of_a_layer_are_one_segment_however_many_parameters_it_has() -> None:
@@ -923,18 +914,20 @@ def test_lossless_contraction_costs_no_parallelism(seed: int) -> None:
 
 def longest_path_of_nodes(made: Capture, weight: Callable[[Node], int]) -> int:
     """Return the most work that must be done one after the other."""
-    ends: list[int] = []
-    for node in made.nodes:
-        ends.append(weight(node) + max((ends[other] for other in (*node.inputs, *node.after)), default=0))
-    return max(ends, default=0)
+    return longest_path((weight(node), (*node.inputs, *node.after)) for node in made.nodes)
 
 
 def longest_path_of_segments(partition: Partition, made: Capture, weight: Callable[[Node], int]) -> int:
     """Return the same for segments, which start only when all that they need is there."""
+    weights = (sum(weight(made.nodes[node]) for node in own) for own in partition.nodes_by_segment)
+    return longest_path((own, partition.graph.predecessors(SegmentId(s))) for s, own in enumerate(weights))
+
+
+def longest_path(pieces: Iterable[tuple[int, Iterable[int]]]) -> int:
+    """Return the largest weight of a path through pieces, each with its own weight and with those before it."""
     ends: list[int] = []
-    for segment in partition.graph.segments:
-        own = sum(weight(made.nodes[node]) for node in partition.nodes_by_segment[segment.id])
-        ends.append(own + max((ends[other] for other in partition.graph.predecessors(segment.id)), default=0))
+    for weight, before in pieces:
+        ends.append(weight + max((ends[other] for other in before), default=0))
     return max(ends, default=0)
 
 

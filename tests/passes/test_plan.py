@@ -6,11 +6,12 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
-from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, Plan, SegmentGraph, SegmentId
+from apollo_compile.ir import CostTable, Lane, Mode, Observations, Origin, Plan, SegmentGraph, SegmentId
 from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.passes.cost import estimate_costs
@@ -23,6 +24,13 @@ from tests.builders import plan as place
 from tests.planner.oracle import find_optimum
 
 
+def planned(made: SegmentGraph, table: CostTable, lanes: tuple[Lane, ...], **options: Any) -> Plan:
+    """Return the planner's plan, checked."""
+    plan = make_plan(made, table, lanes=lanes, **options)
+    check_plan(plan, made, table)
+    return plan
+
+
 @pytest.mark.parametrize("has_network", (False, True), ids=("alone", "several ranks"))
 @pytest.mark.parametrize("seed", range(40))
 def test_every_plan_is_legal(seed: int, has_network: bool) -> None:
@@ -33,7 +41,7 @@ def test_every_plan_is_legal(seed: int, has_network: bool) -> None:
     made = with_collectives(rng, size, chosen)
     table = on_network(random_costs(rng, made, lanes), chosen, rng.randrange(1, 100))
     lanes = with_network(lanes) if has_network else lanes
-    check_plan(make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.2), made, table)
+    planned(made, table, lanes, planner="greedy", work_s=0.2)
 
 
 def test_independent_chains_run_side_by_side() -> None:
@@ -49,8 +57,7 @@ def test_independent_chains_run_side_by_side() -> None:
 def test_what_is_left_of_the_longer_branch_gets_all_units() -> None:
     """Two towers of which one ends early: layers of the other run on every unit then, since lanes are not for ever."""
     made, table, lanes = chains([100] * 8, [100] * 4, efficiency=0.8)
-    plan = make_plan(made, table, lanes=lanes)
-    check_plan(plan, made, table)
+    plan = planned(made, table, lanes)
     wide = [a for a in plan.assignments if a.lane == 0]
     assert wide and all(a.segment < 8 for a in wide)
     narrow_end = max(a.end_ns for a in plan.assignments if a.segment >= 8)
@@ -69,11 +76,9 @@ LITTLE = {"work_s": 0.1, "time_limit_s": 60.0}
 def test_as_many_branches_run_abreast_as_there_are_lanes_for(num_branches: int, units: int) -> None:
     """Where few units are used best: shorter than on the lanes of splits in two, and never more than four at once."""
     made, table, lanes = chains(*num_branches * [[100] * 3], units=units, efficiency=0.4)
-    plan = make_plan(made, table, lanes=lanes, **LITTLE)
-    check_plan(plan, made, table)
+    plan = planned(made, table, lanes, **LITTLE)
     assert plan.num_abreast == min(4, num_branches)
-    in_two = make_plan(made, table, lanes=useful_lanes(lanes, 2), **LITTLE)
-    check_plan(in_two, made, table)
+    in_two = planned(made, table, useful_lanes(lanes, 2), **LITTLE)
     assert plan.makespan_ns < in_two.makespan_ns and in_two.num_abreast == 2
 
 
@@ -96,8 +101,7 @@ def test_graphs_are_planned_on_the_lanes_that_they_gain_by(
     """
     made, table, lanes = chains(*towers, units=16, efficiency=efficiency)
     assert lanes_for(made, table, lanes) == lanes[:num_lanes]
-    plan = make_plan(made, table, lanes=lanes, planner="greedy", **LITTLE)
-    check_plan(plan, made, table)
+    plan = planned(made, table, lanes, planner="greedy", **LITTLE)
     assert plan.lanes == lanes
     assert {each.lane for each in plan.assignments} <= set(range(num_lanes))
 
@@ -120,8 +124,7 @@ def test_a_pinned_plan_may_use_any_lane() -> None:
     """Whatever its graph could use by the costs of today."""
     made, table, lanes = chains([100] * 2, units=16)
     pinned = place(made, "JI", lanes=lanes, costs=table)
-    plan = make_plan(made, table, lanes=lanes, pinned=pinned)
-    check_plan(plan, made, table)
+    plan = planned(made, table, lanes, pinned=pinned)
     assert [each.lane for each in plan.assignments] == [10, 9]
 
 
@@ -139,12 +142,9 @@ def test_the_serial_plan_beside_another_has_its_bound(seed: int) -> None:
     check_plan(serial, made, table)
     assert serial.lower_bound_ns == plan.lower_bound_ns
     expected = make_plan(made, table, lanes=lanes, planner="serial")
-    assert (serial.origin, serial.assignments, serial.makespan_ns, serial.serial_ns) == (
-        Origin.SERIAL,
-        expected.assignments,
-        expected.makespan_ns,
-        expected.serial_ns,
-    )
+    assert serial.origin is Origin.SERIAL
+    for name in ("assignments", "makespan_ns", "serial_ns"):
+        assert getattr(serial, name) == getattr(expected, name)
 
 
 @pytest.mark.parametrize(("works", "units"), [([[100] * 6], 2), ([[100] * 2, [100] * 2], 1)])
@@ -159,7 +159,8 @@ def test_what_gains_nothing_from_lanes_stays_serial(works: list[list[int]], unit
 def test_a_plan_must_beat_serial_by_the_margin() -> None:
     """The same graph, a margin below and a margin above the gain."""
     made, table, lanes = chains([100] * 6, [100] * 6, efficiency=0.6)
-    gain = 1 - make_plan(made, table, lanes=lanes).makespan_ns / make_plan(made, table, lanes=lanes).serial_ns
+    plan = make_plan(made, table, lanes=lanes)
+    gain = 1 - plan.makespan_ns / plan.serial_ns
     assert make_plan(made, table, lanes=lanes, min_gain=gain - 0.01).origin is Origin.OPTIMAL
     assert make_plan(made, table, lanes=lanes, min_gain=gain + 0.01).origin is Origin.SERIAL
 
@@ -167,8 +168,7 @@ def test_a_plan_must_beat_serial_by_the_margin() -> None:
 def test_the_serial_planner_puts_everything_on_lane_0_in_graph_order() -> None:
     """Also where a faster plan exists; its bound says so."""
     made, table, lanes = chains([100] * 6, [100] * 6, efficiency=0.6)
-    plan = make_plan(made, table, lanes=lanes, planner="serial")
-    check_plan(plan, made, table)
+    plan = planned(made, table, lanes, planner="serial")
     assert plan.origin is Origin.SERIAL
     assert [assignment.segment for assignment in plan.in_start_order()] == list(range(12))
     assert plan.lower_bound_ns < plan.makespan_ns
@@ -178,8 +178,7 @@ def test_segments_without_a_mode_on_narrow_lanes_run_on_lane_0() -> None:
     """A table may lack unit counts, except all units."""
     made, table, lanes = chains([100] * 3, [100] * 3, efficiency=0.6)
     narrowed = type(table)(modes=(table.modes[0][1:], *table.modes[1:]), handover_ns=0)
-    plan = make_plan(made, narrowed, lanes=lanes)
-    check_plan(plan, made, narrowed)
+    plan = planned(made, narrowed, lanes)
     assert plan.assignments[0].lane == 0
 
 
@@ -196,14 +195,12 @@ def test_neighbours_that_slow_each_other_are_part_of_the_times() -> None:
     made, table, lanes = chains([100] * 6, [100] * 6, efficiency=0.6)
     shared = tuple(tuple(replace(mode, memory_share=1.0) for mode in modes) for modes in table.modes)
 
-    def planned(factor: float) -> Plan:
-        costs = replace(table, modes=shared, slowdown=((1.0, 1.0), (1.0, factor)))
-        plan = make_plan(made, costs, lanes=lanes)
-        check_plan(plan, made, costs)
-        return plan
-
-    assert (planned(1.1).undisturbed_ns, planned(1.1).makespan_ns) == (600, 660)
-    assert planned(3.0).origin is Origin.SERIAL
+    little, much = (
+        planned(made, replace(table, modes=shared, slowdown=((1.0, 1.0), (1.0, factor))), lanes)
+        for factor in (1.1, 3.0)
+    )
+    assert (little.undisturbed_ns, little.makespan_ns) == (600, 660)
+    assert much.origin is Origin.SERIAL
 
 
 def _peak_bytes(plan: Plan, graph: SegmentGraph) -> int:
@@ -229,8 +226,7 @@ def test_a_memory_quota_is_kept(seed: int) -> None:
     lanes = lane_catalogue(2)
     table = random_costs(rng, made, lanes)
     quota = _peak_bytes(make_plan(made, table, lanes=lanes, planner="serial"), made)
-    plan = make_plan(made, table, lanes=lanes, memory_quota=quota, time_limit_s=1.0)
-    check_plan(plan, made, table)
+    plan = planned(made, table, lanes, memory_quota=quota, time_limit_s=1.0)
     assert _peak_bytes(plan, made) <= quota
 
 
@@ -242,10 +238,8 @@ def test_a_memory_quota_keeps_two_large_workspaces_apart() -> None:
     table = estimate_costs(made, default_profile(2), Observations())
     equal = tuple(tuple(replace(mode, duration_ns=10, memory_share=0.0) for mode in modes) for modes in table.modes)
     table = CostTable(modes=equal, handover_ns=0)
-    plans = [make_plan(made, table, lanes=lane_catalogue(2), memory_quota=quota) for quota in (None, 150, 250)]
+    plans = [planned(made, table, lane_catalogue(2), memory_quota=quota) for quota in (None, 150, 250)]
     assert [plan.makespan_ns for plan in plans] == [30, 40, 30]
-    for plan in plans:
-        check_plan(plan, made, table)
     with pytest.raises(InvariantError, match="holds 204 bytes at once"):
         check_plan(replace(plans[0], memory_quota=150), made, table)
 
@@ -253,11 +247,9 @@ def test_a_memory_quota_keeps_two_large_workspaces_apart() -> None:
 def test_a_memory_quota_that_nothing_keeps_is_an_error_that_names_the_largest_segment() -> None:
     """With what it needs and what would help."""
     made, table, lanes = chains([100] * 3, [100] * 3)
-    large = replace(made.buffers[2], num_bytes=3_000_000)
-    made = replace(made, buffers=(*made.buffers[:2], large, *made.buffers[3:]))
-    assert large.id == BufferId(2)
-    expected = r"no plan for test fits .*segment 1 \(m1\) alone makes .*memory_quota"
-    with pytest.raises(InfeasiblePlanError, match=expected):
+    buffers = tuple(replace(buffer, num_bytes=3_000_000 if buffer.id == 2 else 1) for buffer in made.buffers)
+    made = replace(made, buffers=buffers)
+    with pytest.raises(InfeasiblePlanError, match=r"no plan for test fits .* 1 \(m1\) alone makes .*memory_quota"):
         make_plan(made, table, lanes=lanes, memory_quota=1_000_000)
 
 
@@ -278,16 +270,10 @@ print(json.dumps(to_json(solve(to_problem(graph, random_costs(rng, graph, lanes)
 
 def test_two_processes_make_the_same_plan() -> None:
     """Byte for byte, whatever the hash seed and however busy the machine: the time limit is far away."""
-    texts = [
-        subprocess.run(
-            [sys.executable, "-c", _PLAN_IN_A_PROCESS],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    texts = []
+    for seed in ("1", "2"):
+        env = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))}
+        texts.append(subprocess.check_output([sys.executable, "-c", _PLAN_IN_A_PROCESS], env=env, text=True))
     assert texts[0] == texts[1]
     assert json.loads(texts[0])["stopped_early"] is False
 
@@ -334,8 +320,7 @@ def test_plans_with_a_network_are_optimal(seed: int) -> None:
     made = with_collectives(rng, 5, (1, 3))
     lanes = with_network(lane_catalogue(2))
     table = on_network(random_costs(rng, made, lanes[:-1]), (1, 3), rng.randrange(1, 60))
-    plan = make_plan(made, table, lanes=lanes, min_gain=0.0)
-    check_plan(plan, made, table)
+    plan = planned(made, table, lanes, min_gain=0.0)
     assert plan.undisturbed_ns == find_optimum(to_problem(made, table, lanes))
 
 

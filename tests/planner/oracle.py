@@ -77,6 +77,16 @@ def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
     return best if best != below else None
 
 
+def ratios_to_optimum(num_tasks: int, num_units: int, makespan: Callable[[Problem, int], int]) -> list[float]:
+    """Return what a planner finds for small random problems and their seeds over the optimum; print mean and worst."""
+    ratios = []
+    for seed in range(25):
+        problem = random_problem(random.Random(seed), num_tasks, num_units)
+        ratios.append(makespan(problem, seed) / (find_optimum(problem) or 0))
+    print(f"over the optimum: mean {sum(ratios) / len(ratios):.4f}, {min(ratios):.4f} to {max(ratios):.4f}")
+    return ratios
+
+
 def random_without_lanes(rng: random.Random, num_tasks: int) -> tuple[Task, ...]:
     """Return tasks with several modes that share two renewable resources."""
     tasks = []

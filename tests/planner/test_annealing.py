@@ -9,10 +9,10 @@ import pytest
 from apollo_compile.planner.annealing import Annealed, anneal
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import ExecutionMode, Problem, Task, TaskSchedule
+from apollo_compile.planner.problem import Problem, TaskSchedule
 from apollo_compile.planner.simulate import serial_schedule
-from tests.builders import limited, random_problem, realistic_problems
-from tests.planner.oracle import find_optimum
+from tests.builders import a_task, limited, on_halves, random_problem, realistic_problems
+from tests.planner.oracle import ratios_to_optimum
 
 
 def walk(problem: Problem, start: TaskSchedule, *, seed: int, iterations: int) -> Annealed:
@@ -28,15 +28,14 @@ def best_greedy(problem: Problem) -> TaskSchedule:
 @pytest.mark.parametrize(("num_tasks", "num_units"), [(5, 2), (4, 4)])
 def test_annealing_finds_nearly_all_optima_of_small_problems(num_tasks: int, num_units: int) -> None:
     """Never below the optimum, at most 3 % above it, and the optimum itself in 9 of 10 cases."""
-    ratios = []
-    for seed in range(25):
-        problem = random_problem(random.Random(seed), num_tasks, num_units)
+
+    def annealed(problem: Problem, seed: int) -> int:
         schedule = walk(problem, best_greedy(problem), seed=seed, iterations=1500).schedule
         assert problem.violations(schedule) == ()
-        ratios.append(schedule.makespan / (find_optimum(problem) or 0))
-    print(f"annealed / optimum: mean {sum(ratios) / len(ratios):.4f}, max {max(ratios):.4f}")
-    assert min(ratios) >= 1
-    assert max(ratios) <= 1.03
+        return schedule.makespan
+
+    ratios = ratios_to_optimum(num_tasks, num_units, annealed)
+    assert min(ratios) >= 1 and max(ratios) <= 1.03
     assert sum(ratio == 1 for ratio in ratios) >= 22
 
 
@@ -89,9 +88,9 @@ def unequal_chains(speedup: float, num_layers: int, handover: int) -> Problem:
     """Return a first task, chains with 61 % and 39 % of the work, and a last task, on two units."""
     tasks = []
 
-    def add(work: float, predecessors: tuple[int, ...]) -> tuple[int, ...]:
-        modes = tuple(ExecutionMode(lane=lane, duration=round(work * (speedup if lane else 1))) for lane in range(3))
-        tasks.append(Task(modes=modes, predecessors=predecessors))
+    def add(work: float, before: tuple[int, ...]) -> tuple[int, ...]:
+        on_one = round(work * speedup)
+        tasks.append(a_task(round(work), on_one, on_one, before=before))
         return (len(tasks) - 1,)
 
     first = add(10_000, ())
@@ -102,8 +101,7 @@ def unequal_chains(speedup: float, num_layers: int, handover: int) -> Problem:
             last = add(work / num_layers, last)
         ends += last
     add(10_000, ends)
-    lanes = (frozenset({0, 1}), frozenset({0}), frozenset({1}))
-    return Problem(tasks=tuple(tasks), lanes=lanes, atom_sizes=(1, 1), handover=handover)
+    return on_halves(tasks, handover=handover)
 
 
 @pytest.mark.parametrize("speedup", [1.3, 1.5, 1.8])
@@ -115,6 +113,6 @@ def test_unequal_chains_run_side_by_side_and_then_wide(speedup: float, num_layer
     fluid = 20_000 + 390_000 * speedup + 220_000
     assert problem.violations(schedule) == ()
     assert schedule.makespan <= fluid + 610_000 / num_layers * speedup + 6000
-    lanes = [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
+    lanes = [problem.mode(schedule, number).lane for number in range(len(problem.tasks))]
     assert lanes[0] == lanes[-1] == 0
     assert {1, 2} <= set(lanes)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task
-from tests.builders import random_problem, realistic_problems
-from tests.planner.oracle import SMALL, find_optimum
+from tests.builders import a_task, on_halves, realistic_problems
+from tests.planner.oracle import SMALL, find_optimum, ratios_to_optimum
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -21,11 +22,7 @@ def test_the_bound_never_exceeds_the_optimum(kind: str, seed: int) -> None:
 
 def test_the_bound_is_tight_on_average() -> None:
     """Within 8 % of the optimum of small random problems, for which paths and loads are hardest to combine."""
-    ratios = []
-    for seed in range(25):
-        problem = random_problem(random.Random(seed), 5, 2)
-        ratios.append(lower_bound(problem) / (find_optimum(problem) or 0))
-    print(f"bound / optimum: mean {sum(ratios) / len(ratios):.4f}, min {min(ratios):.4f}")
+    ratios = ratios_to_optimum(5, 2, lambda problem, seed: lower_bound(problem))
     assert sum(ratios) / len(ratios) >= 0.92
 
 
@@ -35,41 +32,26 @@ def test_the_bound_of_two_unequal_chains_mixes_path_and_load(speedup: float) -> 
 
     Neither the critical path (610) nor the area (500 x speedup) shows it; only their combination does.
     """
-    tasks = []
-    for start, total in ((0, 610), (61, 390)):
-        for index in range(total // 10):
-            modes = tuple(
-                ExecutionMode(lane=lane, duration=10 if lane == 0 else round(10 * speedup)) for lane in range(3)
-            )
-            tasks.append(Task(modes=modes, predecessors=(start + index - 1,) if index else ()))
-    lanes = (frozenset({0, 1}), frozenset({0}), frozenset({1}))
+    on_one = round(10 * speedup)
+    firsts = (0, 61)
+    tasks = [a_task(10, on_one, on_one, before=() if index in firsts else (index - 1,)) for index in range(100)]
     best = 390 * speedup + 220
-    assert 0.999 * best <= lower_bound(Problem(tasks=tuple(tasks), lanes=lanes, atom_sizes=(1, 1))) <= best
+    assert 0.999 * best <= lower_bound(on_halves(tasks)) <= best
 
 
 def test_the_bound_adds_what_lies_before_and_behind_a_bottleneck() -> None:
     """Two tasks on one atom, one on all, two on the other atom: neither path (30) nor load (30 on each) shows 50."""
-    wide, one, other = (
-        ExecutionMode(lane=0, duration=30),
-        ExecutionMode(lane=1, duration=10),
-        ExecutionMode(lane=2, duration=10),
-    )
-    tasks = (
-        *(Task(modes=(wide, one), predecessors=()) for _ in range(2)),
-        Task(modes=(ExecutionMode(lane=0, duration=10),), predecessors=(0, 1)),
-        *(Task(modes=(wide, other), predecessors=(2,)) for _ in range(2)),
-    )
-    lanes = (frozenset({0, 1}), frozenset({0}), frozenset({1}))
-    problem = Problem(tasks=tasks, lanes=lanes, atom_sizes=(1, 1))
+    behind = a_task(30, 10, 10, before=(2,))
+    behind = replace(behind, modes=(behind.modes[0], behind.modes[2]))
+    problem = on_halves([*2 * [a_task(30, 10)], a_task(10, before=(0, 1)), *2 * [behind]])
     assert lower_bound(problem) == find_optimum(problem) == 50
 
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_the_bound_counts_energy_of_renewable_resources(is_held: bool) -> None:
     """Five tasks of 4 x 3, demanded or held, in a capacity of 5: in turn would be 20, the energy is 60 / 5."""
-    mode = ExecutionMode(duration=4, demands=(0 if is_held else 3,))
     holds = tuple(ResourceHold(resource=0, amount=3, task=task, readers=()) for task in range(5) if is_held)
-    tasks = tuple(Task(modes=(mode,), predecessors=()) for _ in range(5))
+    tasks = 5 * (a_task(4, demands=(0 if is_held else 3,)),)
     assert lower_bound(Problem(tasks=tasks, capacities=(5,), holds=holds)) == 12
 
 
@@ -81,7 +63,7 @@ def test_a_mode_that_never_fits_does_not_weaken_the_bound() -> None:
 
 def test_huge_amounts_do_not_weaken_the_bound() -> None:
     """Bytes: weights of such a resource are tiny, and must not be rounded away."""
-    tasks = tuple(Task(modes=(ExecutionMode(duration=4000, demands=(3 * 10**12,)),), predecessors=()) for _ in range(5))
+    tasks = 5 * (a_task(4000, demands=(3 * 10**12,)),)
     assert lower_bound(Problem(tasks=tasks, capacities=(5 * 10**12,))) == 12_000
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ortools.sat.python import cp_model
 
 from apollo_compile.planner.problem import ExecutionMode, Problem, Task
+from tests.builders import a_task
 from tests.planner.asking import ask_solver
 
 MODELS = Path(__file__).parent / "cpsat_repro"
@@ -106,14 +106,10 @@ def read_back(text: str) -> Problem:
 
 def test_rounded_amounts_give_a_valid_schedule_and_no_proof() -> None:
     """Amounts without a common divisor, a million times a million large; with one, nothing is rounded."""
-    tasks = tuple(
-        Task(modes=(ExecutionMode(duration=5 + t, demands=(10**12 + 7 * t + 1,)),), predecessors=()) for t in range(4)
-    )
-    for factor, capacity, status in ((1, 2 * 10**12 + 10**9 + 1, "feasible"), (10**12, 2 * 10**12, "optimal")):
-        chosen = tasks
-        if factor > 1:
-            chosen = tuple(replace(t, modes=(replace(t.modes[0], demands=(factor,)),)) for t in tasks)
-        problem = Problem(tasks=chosen, capacities=(capacity,))
+    odd, even = [10**12 + 7 * number + 1 for number in range(4)], 4 * [10**12]
+    for demands, capacity, status in ((odd, 2 * 10**12 + 10**9 + 1, "feasible"), (even, 2 * 10**12, "optimal")):
+        tasks = (a_task(5 + number, demands=(demand,)) for number, demand in enumerate(demands))
+        problem = Problem(tasks=tuple(tasks), capacities=(capacity,))
         outcome = ask_solver(problem)
         assert outcome.status == status
         assert outcome.schedule is not None

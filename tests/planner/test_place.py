@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -37,44 +38,29 @@ def random_fleet(seed: int, *, memory: bool = False) -> Fleet:
     count = rng.randint(2, 3) if devices == 2 else 2
     for module in range(count):
         held = rng.randint(1, 6)
-        modules.append(
-            tuple(
-                PlacementMode(devices=size, units=units, memory=held + 4 // size) for size in sizes for units in quotas
-            )
-        )
+        pairs = itertools.product(sizes, quotas)
+        modules.append(tuple(PlacementMode(devices=n, units=units, memory=held + 4 // n) for n, units in pairs))
         work = rng.randint(4, 40)
         times = tuple(
             work // mode.devices * (1 if mode.units == 2 else rng.choice([1, 2])) + rng.randint(0, 3)
             for mode in modules[-1]
         )
         tasks.append(PlacementTask(module=module, durations=times))
-    tasks += [
-        PlacementTask(module=task.module, durations=tuple(2 * time for time in task.durations))
-        for task in reversed(tasks)
-    ]
+    tasks += [replace(task, durations=tuple(2 * time for time in task.durations)) for task in reversed(tasks)]
     arcs = []
     for before, after in itertools.combinations(range(count), 2):
         if rng.random() < 0.5:
-            arcs.append(Arc(before, after))
-            arcs.append(Arc(2 * count - 1 - after, 2 * count - 1 - before))
+            arcs += [Arc(before, after), Arc(2 * count - 1 - after, 2 * count - 1 - before)]
     arcs += [Arc(module, 2 * count - 1 - module) for module in range(count)]
-    return Fleet(
-        devices=devices,
-        units=2,
-        memory=rng.randint(6, 12) if memory else None,
-        modules=tuple(modules),
-        tasks=tuple(tasks),
-        arcs=tuple(arcs),
-    )
+    parts = {"modules": tuple(modules), "tasks": tuple(tasks), "arcs": tuple(arcs)}
+    return Fleet(devices=devices, units=2, memory=rng.randint(6, 12) if memory else None, **parts)
 
 
 def all_choices(fleet: Fleet) -> Iterator[tuple[Choice, ...]]:
     """Yield the choices of all modules."""
-    options = [
-        [(number, first) for number, mode in enumerate(modes) for first in groups_of(fleet, mode)]
-        for modes in fleet.modules
-    ]
-    return itertools.product(*options)
+    return itertools.product(
+        *([(n, first) for n, mode in enumerate(modes) for first in groups_of(fleet, mode)] for modes in fleet.modules)
+    )
 
 
 def all_orders(fleet: Fleet) -> Iterator[tuple[int, ...]]:
@@ -89,13 +75,9 @@ def all_orders(fleet: Fleet) -> Iterator[tuple[int, ...]]:
 def shortest(fleet: Fleet) -> int | None:
     """Return the shortest makespan; None if nothing keeps the memory."""
     orders, scheduler = list(all_orders(fleet)), Scheduler(fleet)
-    found = [
-        scheduler.schedule(choices, order).makespan
-        for choices in all_choices(fleet)
-        if fits(fleet, choices)
-        for order in orders
-    ]
-    return min(found, default=None)
+    fitting = (choices for choices in all_choices(fleet) if fits(fleet, choices))
+    pairs = itertools.product(fitting, orders)
+    return min((scheduler.schedule(choices, order).makespan for choices, order in pairs), default=None)
 
 
 def everywhere(fleet: Fleet) -> tuple[Choice, ...]:
@@ -170,27 +152,17 @@ def one_module(units: int) -> tuple[PlacementMode, ...]:
 
 def test_modules_share_a_device_by_their_units() -> None:
     """Two halves run at once, a whole one after them, on one device."""
-    fleet = Fleet(
-        devices=1,
-        units=4,
-        memory=None,
-        modules=(one_module(2), one_module(2), one_module(4)),
-        tasks=tuple(PlacementTask(module=module, durations=(10,)) for module in range(3)),
-        arcs=(),
-    )
+    tasks = tuple(PlacementTask(module=module, durations=(10,)) for module in range(3))
+    modules = tuple(map(one_module, (2, 2, 4)))
+    fleet = Fleet(devices=1, units=4, memory=None, modules=modules, tasks=tasks, arcs=())
     assert Scheduler(fleet).schedule([(0, 0)] * 3, [0, 1, 2]).starts == (0, 0, 10)
 
 
 def test_every_kind_of_broken_rule_is_found() -> None:
     """By a text that names it."""
-    fleet = Fleet(
-        devices=2,
-        units=1,
-        memory=3,
-        modules=(one_module(1), (PlacementMode(devices=2, units=1, memory=1),)),
-        tasks=(PlacementTask(module=0, durations=(5,)), PlacementTask(module=1, durations=(4,))),
-        arcs=(Arc(0, 1),),
-    )
+    modules = (one_module(1), (PlacementMode(devices=2, units=1, memory=1),))
+    tasks = (PlacementTask(module=0, durations=(5,)), PlacementTask(module=1, durations=(4,)))
+    fleet = Fleet(devices=2, units=1, memory=3, modules=modules, tasks=tasks, arcs=(Arc(0, 1),))
 
     def found(choices: tuple[Choice, ...], starts: tuple[int, ...], makespan: int) -> str:
         return "; ".join(violations(fleet, TaskPlacement(choices=choices, starts=starts, makespan=makespan)))
@@ -200,7 +172,5 @@ def test_every_kind_of_broken_rule_is_found() -> None:
     assert "task 1 starts before task 0" in found(((0, 1), (0, 0)), (0, 4), 8)
     assert "uses 2 of 1 units" in found(((0, 1), (0, 0)), (0, 0), 5)
     assert "module 1 has mode 0 at device 1" in found(((0, 1), (0, 1)), (0, 5), 9)
-    tight = Fleet(devices=2, units=1, memory=1, modules=fleet.modules, tasks=fleet.tasks, arcs=fleet.arcs)
-    assert violations(tight, TaskPlacement(choices=((0, 1), (0, 0)), starts=(0, 5), makespan=9)) == [
-        "a device holds 2 bytes of 1"
-    ]
+    tight = TaskPlacement(choices=((0, 1), (0, 0)), starts=(0, 5), makespan=9)
+    assert violations(replace(fleet, memory=1), tight) == ["a device holds 2 bytes of 1"]

@@ -1,21 +1,14 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from apollo_compile.planner.problem import ExecutionMode, Interference, Problem, ResourceHold, Task, TaskSchedule
+from tests.builders import a_task, on_halves
 
 
 def two_lanes(*predecessors: tuple[int, ...], handover: int = 0) -> Problem:
     """Return tasks of 10 on half the device and 6 on all of it."""
-    modes = (ExecutionMode(lane=0, duration=6), ExecutionMode(lane=1, duration=10), ExecutionMode(lane=2, duration=10))
-    return Problem(
-        tasks=tuple(Task(modes=modes, predecessors=before) for before in predecessors),
-        lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
-        atom_sizes=(1, 1),
-        handover=handover,
-    )
+    return on_halves((a_task(6, 10, 10, before=before) for before in predecessors), handover=handover)
 
 
 def without_lanes(*predecessors: tuple[int, ...]) -> Problem:
@@ -69,14 +62,8 @@ def test_a_schedule_that_breaks_a_constraint_is_not_valid(
 @pytest.mark.parametrize(("last_start", "peak"), [(9, 7), (10, 3)])
 def test_what_a_task_holds_stays_until_its_last_reader_has_ended(last_start: int, peak: int) -> None:
     """Also while neither runs."""
-    problem = replace(without_lanes((), (0,), ()), holds=(ResourceHold(resource=0, amount=4, task=0, readers=(1,)),))
-    problem = replace(
-        problem,
-        tasks=(
-            *(Task(modes=(ExecutionMode(duration=4),), predecessors=()) for _ in range(2)),
-            Task(modes=(ExecutionMode(duration=1, demands=(3,)),), predecessors=()),
-        ),
-    )
+    holds = (ResourceHold(resource=0, amount=4, task=0, readers=(1,)),)
+    problem = Problem(tasks=(a_task(4), a_task(4), a_task(1, demands=(3,))), capacities=(5,), holds=holds)
     schedule = TaskSchedule(modes=(0, 0, 0), starts=(0, 6, last_start), makespan=max(10, last_start + 1))
     assert problem.peak(schedule, 0) == max(4, peak)
     assert problem.is_valid(schedule) == (peak <= 5)

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.planner.problem import ExecutionMode, Interference, Problem, ResourceHold, Task, TaskSchedule
+from apollo_compile.planner.problem import Interference, Problem, ResourceHold, Task, TaskSchedule
 from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
-from tests.builders import interfering, limited, random_problem
+from tests.builders import a_task, interfering, limited, on_halves, random_problem
 
 
 def random_modes(rng: random.Random, problem: Problem) -> list[int]:
@@ -57,10 +57,8 @@ def test_without_interference_execution_is_the_replayed_schedule(seed: int) -> N
     rng = random.Random(seed)
     problem = random_problem(rng, rng.randrange(1, 20), rng.choice((2, 4)))
     schedule = Simulator(problem).replay(range(len(problem.tasks)), random_modes(rng, problem))
-    execution = execute(problem, schedule)
-    assert execution == Execution(
-        starts=schedule.starts, ends=tuple(problem.ends(schedule)), makespan=schedule.makespan
-    )
+    expected = Execution(starts=schedule.starts, ends=tuple(problem.ends(schedule)), makespan=schedule.makespan)
+    assert execute(problem, schedule) == expected
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -72,8 +70,8 @@ def test_an_execution_keeps_order_and_gaps_and_never_runs_a_task_faster(seed: in
     execution = execute(problem, schedule)
     assert execution == execute(problem, schedule)
     assert _as_executed(problem, schedule, execution) == ()
-    for start, end, task in zip(execution.starts, execution.ends, range(len(problem.tasks)), strict=True):
-        assert end - start >= problem.mode(schedule, task).duration
+    for number, (start, end) in enumerate(zip(execution.starts, execution.ends, strict=True)):
+        assert end - start >= problem.mode(schedule, number).duration
     for atom in range(len(problem.atom_sizes)):
         users = [t for t in range(len(problem.tasks)) if atom in problem.lanes[problem.mode(schedule, t).lane]]
         assert sorted(users, key=schedule.starts.__getitem__) == sorted(users, key=execution.starts.__getitem__)
@@ -81,17 +79,12 @@ def test_an_execution_keeps_order_and_gaps_and_never_runs_a_task_faster(seed: in
 
 def _as_executed(problem: Problem, schedule: TaskSchedule, execution: Execution) -> tuple[str, ...]:
     """Return what an execution breaks if the chosen modes take as long as they did."""
-    tasks = tuple(
-        Task(modes=(replace(problem.mode(schedule, t), lane=0, duration=end - start),), predecessors=task.predecessors)
-        for t, (task, start, end) in enumerate(zip(problem.tasks, execution.starts, execution.ends, strict=True))
-    )
-    lanes = [problem.mode(schedule, t).lane for t in range(len(tasks))]
-    tasks = tuple(
-        replace(task, modes=(task.modes[0], replace(task.modes[0], lane=lane)))
-        for task, lane in zip(tasks, lanes, strict=True)
-    )
+    tasks = []
+    for number, (start, end) in enumerate(zip(execution.starts, execution.ends, strict=True)):
+        mode = replace(problem.mode(schedule, number), duration=end - start)
+        tasks.append(replace(problem.tasks[number], modes=(replace(mode, lane=0), mode)))
     executed = TaskSchedule(modes=(1,) * len(tasks), starts=execution.starts, makespan=execution.makespan)
-    return replace(problem, tasks=tasks).violations(executed)
+    return replace(problem, tasks=tuple(tasks)).violations(executed)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -108,20 +101,14 @@ def test_an_execution_needs_no_more_of_any_resource_than_the_limits(seed: int) -
 
 def side_by_side(*durations: int, share: float, sizes: tuple[int, ...] = (1, 1)) -> tuple[Problem, TaskSchedule]:
     """Return one task per atom, all at once, that wait for memory for a share of the time; two that do: x 2."""
-    tasks = tuple(
-        Task(
-            modes=tuple(ExecutionMode(lane=lane, duration=d, memory_share=share) for lane in (0, index + 1)),
-            predecessors=(),
-        )
-        for index, d in enumerate(durations)
-    )
+    tasks = tuple(a_task(*(len(durations) + 1) * [duration], memory_share=share) for duration in durations)
     problem = Problem(
         tasks=tasks,
         lanes=(frozenset(range(len(sizes))), *(frozenset({atom}) for atom in range(len(sizes)))),
         atom_sizes=sizes,
         interference=Interference(slowdown=((1.0, 1.0), (1.0, 2.0))),
     )
-    return problem, Simulator(problem).replay(range(len(tasks)), [1] * len(tasks))
+    return problem, Simulator(problem).replay(range(len(tasks)), range(1, len(tasks) + 1))
 
 
 @pytest.mark.parametrize(
@@ -151,14 +138,8 @@ def test_a_neighbour_weighs_what_it_has_of_the_units_outside() -> None:
 
 def test_a_chain_behind_a_slowed_task_starts_later() -> None:
     """With the hand-over in between."""
-    modes = tuple(ExecutionMode(lane=lane, duration=100, memory_share=1.0) for lane in range(3))
-    problem = Problem(
-        tasks=tuple(Task(modes=modes, predecessors=before) for before in ((), (), (1,))),
-        lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
-        atom_sizes=(1, 1),
-        handover=7,
-        interference=Interference(slowdown=((1.0, 1.0), (1.0, 1.5))),
-    )
+    tasks = (a_task(100, 100, 100, before=before, memory_share=1.0) for before in ((), (), (1,)))
+    problem = on_halves(tasks, handover=7, interference=Interference(slowdown=((1.0, 1.0), (1.0, 1.5))))
     schedule = Simulator(problem).replay(range(3), [1, 2, 1])
     assert schedule.starts == (0, 0, 107)
     assert execute(problem, schedule) == Execution(starts=(0, 0, 157), ends=(150, 150, 257), makespan=257)
@@ -166,18 +147,9 @@ def test_a_chain_behind_a_slowed_task_starts_later() -> None:
 
 def test_a_task_that_waited_for_memory_still_waits_for_it() -> None:
     """The third task fits only after the reader of the first has ended."""
-
-    def task(*before: int, demand: int = 0) -> Task:
-        modes = tuple(ExecutionMode(lane=lane, duration=10, demands=(demand,), memory_share=1.0) for lane in range(3))
-        return Task(modes=modes, predecessors=before)
-
-    problem = Problem(
-        tasks=(task(), task(0), task(demand=6)),
-        lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
-        atom_sizes=(1, 1),
-        capacities=(10,),
-        holds=(ResourceHold(resource=0, amount=5, task=0, readers=(1,)),),
-    )
+    kinds = (((), 0), ((0,), 0), ((), 6))
+    tasks = (a_task(10, 10, 10, before=before, demands=(demand,), memory_share=1.0) for before, demand in kinds)
+    problem = on_halves(tasks, capacities=(10,), holds=(ResourceHold(resource=0, amount=5, task=0, readers=(1,)),))
     schedule = TaskSchedule(modes=(1, 1, 2), starts=(0, 10, 20), makespan=30)
     assert problem.violations(schedule) == ()
     assert execute(problem, schedule).starts == (0, 10, 20)

@@ -12,10 +12,10 @@ from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import cp_sat
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import ExecutionMode, Problem, ResourceHold, Task, TaskSchedule
+from apollo_compile.planner.problem import Problem, ResourceHold, TaskSchedule
 from apollo_compile.planner.simulate import Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
-from tests.builders import interfering, limited, random_problem, realistic_problems, seeds
+from tests.builders import a_task, interfering, limited, on_halves, random_problem, realistic_problems, seeds
 from tests.planner.oracle import SMALL, find_optimum
 
 QUICK = Effort(work_s=0.4, time_limit_s=60.0)
@@ -97,12 +97,7 @@ def _least_executed(problem: Problem) -> int:
 
 def test_where_neighbours_hurt_too_much_serial_stays() -> None:
     """Side by side is shorter alone, and longer with interference."""
-    modes = tuple(ExecutionMode(lane=lane, duration=60 if lane == 0 else 100, memory_share=1.0) for lane in range(3))
-    problem = Problem(
-        tasks=tuple(Task(modes=modes, predecessors=()) for _ in range(2)),
-        lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
-        atom_sizes=(1, 1),
-    )
+    problem = on_halves(2 * [a_task(60, 100, 100, memory_share=1.0)])
     assert solve(problem, QUICK).schedule.makespan == 100
     hurting = interfering(problem, 1.5)
     solution = solve(hurting, QUICK)
@@ -183,7 +178,7 @@ def test_a_plan_that_is_as_short_as_the_bound_ends_the_search() -> None:
 
 def test_an_impossible_limit_is_an_error_that_names_who_needs_most() -> None:
     """With what there is and what is needed."""
-    tasks = tuple(Task(modes=(ExecutionMode(duration=3, demands=(task,)),), predecessors=()) for task in (1, 4, 2))
+    tasks = tuple(a_task(3, demands=(demand,)) for demand in (1, 4, 2))
     problem = Problem(tasks=tasks, capacities=(5,), holds=(ResourceHold(resource=0, amount=3, task=1, readers=()),))
     with pytest.raises(InfeasiblePlanError, match=r"no schedule of 3 tasks that keeps the capacities \(5,\)"):
         solve(problem, QUICK)

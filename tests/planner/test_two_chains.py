@@ -9,8 +9,9 @@ import pytest
 
 from apollo_compile.planner import bounds
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.problem import ExecutionMode, Problem, Task
+from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.two_chains import Chain, shortest_makespan
+from tests.builders import a_task
 from tests.planner.oracle import find_optimum
 
 LANES = (frozenset({0, 1, 2}), frozenset({0}), frozenset({1, 2}), frozenset({0, 1}), frozenset({2}))
@@ -61,14 +62,8 @@ def test_two_chains_take_as_long_as_exhaustive_search_says(lengths: tuple[int, i
 
 def test_towers_behind_a_stem_and_before_a_head_are_bounded_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the linear program is loose: it runs a layer half on many atoms and half on few."""
-    layer = (
-        ExecutionMode(lane=0, duration=50),
-        ExecutionMode(lane=1, duration=110),
-        ExecutionMode(lane=2, duration=70),
-    )
-    towers = [Task(modes=layer, predecessors=before) for before in ((0,), (1,), (0,), (3,))]
-    ends = [Task(modes=layer[:1], predecessors=before) for before in ((), (2, 4))]
-    problem = Problem(tasks=(ends[0], *towers, ends[1]), lanes=LANES, atom_sizes=(1, 1, 1))
+    towers = (a_task(50, 110, 70, before=before) for before in ((0,), (1,), (0,), (3,)))
+    problem = Problem(tasks=(a_task(50), *towers, a_task(50, before=(2, 4))), lanes=LANES, atom_sizes=(1, 1, 1))
     assert lower_bound(problem) == find_optimum(problem)
     monkeypatch.setattr(bounds, "shortest_makespan", lambda *_: None)
     assert lower_bound(problem) < (find_optimum(problem) or 0)

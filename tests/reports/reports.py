@@ -4,66 +4,54 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
-from apollo_compile.ir import (
-    Body,
-    Capture,
-    GraphBreak,
-    Observations,
-    Partition,
-    SegmentGraph,
-    Span,
-    Standing,
-    Trace,
-    Variant,
-    Verdict,
-)
-from apollo_compile.ir.check import check_memory, check_program, check_syncs
+from apollo_compile import ir
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import GraphSummary
+from apollo_compile.reports.words import describe
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import lane_catalogue
+from apollo_compile.target.profile import DeviceProfile
 from benchmarks.graphs import WORKLOADS, load_graphs
+from tests.builders import follow
 
 UNITS = 4
 
-VERDICT = Verdict(
+VERDICT = ir.Verdict(
     standings=(
-        Standing(name=Variant.INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
-        Standing(name=Variant.SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
+        ir.Standing(name=ir.Variant.INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
+        ir.Standing(name=ir.Variant.SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
     ),
     num_steps=36,
 )
 """Of two variants, the one measured in 5 rounds and the other in 7."""
 
 
-def compile_graph(graph: SegmentGraph, *, units: int = UNITS, time_limit_s: float = 2.0) -> Compilation:
-    """Return all products of a saved graph, planned by heuristics; its nodes are not saved, so the capture has none."""
-    profile = default_profile(units)
-    lanes = lane_catalogue(units)
-    costs = estimate_costs(graph, profile, Observations())
-    plan = make_plan(graph, costs, lanes=lanes, planner="greedy", time_limit_s=time_limit_s)
-    syncs = eliminate_syncs(graph, plan)
-    memory = plan_memory(graph, plan, syncs)
-    program = emit_program(graph, plan, syncs, memory)
-    check_syncs(syncs, graph, plan)
-    check_memory(memory, graph, plan, syncs)
-    check_program(program, graph, plan, syncs, memory)
-    bodies = {
-        segment.body: Body(id=segment.body, name=segment.name, nodes=(), inputs=(), outputs=())
-        for segment in reversed(graph.segments)
-    }
+def report_of(*graphs: GraphSummary, **others: Any) -> Report:
+    """Return a report of these graphs, without fallbacks unless they are given."""
+    return Report(graphs=graphs, **{"fallbacks": (), **others})
+
+
+def told_of(graph: GraphSummary) -> str:
+    """Return what a report of one graph says of it in words."""
+    return " ".join(describe(graph, report_of(graph)))
+
+
+def compilation_of(
+    capture: ir.Capture, partition: ir.Partition, profile: DeviceProfile, costs: ir.CostTable, plan: ir.Plan
+) -> Compilation:
+    """Return all products of a graph that has a plan, checked, without measurements."""
+    syncs, memory, program = follow(partition.graph, plan)
     return Compilation(
-        capture=Capture(name=graph.name, role=graph.role, nodes=(), outputs=()),
-        partition=Partition(graph=graph, bodies=tuple(bodies.values()), nodes_by_segment=()),
+        capture=capture,
+        partition=partition,
         profile=profile,
-        observations=Observations(),
+        observations=ir.Observations(),
         costs=costs,
         plan=plan,
         syncs=syncs,
@@ -72,7 +60,22 @@ def compile_graph(graph: SegmentGraph, *, units: int = UNITS, time_limit_s: floa
     )
 
 
-def invent_run(compilation: Compilation, seed: int = 0) -> Trace:
+def compile_graph(graph: ir.SegmentGraph, *, units: int = UNITS, time_limit_s: float = 2.0) -> Compilation:
+    """Return all products of a saved graph, planned by heuristics; its nodes are not saved, so the capture has none."""
+    profile = default_profile(units)
+    lanes = lane_catalogue(units)
+    costs = estimate_costs(graph, profile, ir.Observations())
+    plan = make_plan(graph, costs, lanes=lanes, planner="greedy", time_limit_s=time_limit_s)
+    bodies = {
+        segment.body: ir.Body(id=segment.body, name=segment.name, nodes=(), inputs=(), outputs=())
+        for segment in reversed(graph.segments)
+    }
+    capture = ir.Capture(name=graph.name, role=graph.role, nodes=(), outputs=())
+    partition = ir.Partition(graph=graph, bodies=tuple(bodies.values()), nodes_by_segment=())
+    return compilation_of(capture, partition, profile, costs, plan)
+
+
+def invent_run(compilation: Compilation, seed: int = 0) -> ir.Trace:
     """Return a run in the plan's order, in which every segment takes a little longer or shorter than planned."""
     rng = random.Random(seed)
     graph, plan = compilation.partition.graph, compilation.plan
@@ -87,11 +90,11 @@ def invent_run(compilation: Compilation, seed: int = 0) -> Trace:
         ends[assignment.segment] = end
         for unit in units:
             free_at[unit] = end
-        spans.append(Span(segment=assignment.segment, lane=assignment.lane, start_ns=start, end_ns=end, core=units[0]))
-    return Trace(
-        spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.segment))),
-        duration_ns=max(ends.values()) + 10_000,
-    )
+        spans.append(
+            ir.Span(segment=assignment.segment, lane=assignment.lane, start_ns=start, end_ns=end, core=units[0])
+        )
+    spans.sort(key=lambda span: (span.start_ns, span.segment))
+    return ir.Trace(spans=tuple(spans), duration_ns=max(ends.values()) + 10_000)
 
 
 _saved_graphs = functools.cache(load_graphs)
@@ -106,12 +109,12 @@ def workload_report(name: str) -> Report:
     for role in ("forward", "backward"):
         compilation = compile_graph(graphs[f"{name}_{role}"])
         summaries.append(summarize(compilation, invent_run(compilation)))
-    return Report(graphs=tuple(summaries), fallbacks=())
+    return report_of(*summaries)
 
 
-def a_break(**changes: object) -> GraphBreak:
+def a_break(**changes: object) -> ir.GraphBreak:
     """Return a graph break in a line that needs care in HTML."""
-    return GraphBreak(
+    return ir.GraphBreak(
         **{
             "graph": "0/0",
             "problem": "Unsupported Tensor.item() call",

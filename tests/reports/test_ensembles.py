@@ -9,12 +9,10 @@ import pytest
 from apollo_compile.cost_model.roofline import predict
 from apollo_compile.ir import Kernel, KernelKind, Trace, Work
 from apollo_compile.reports.ensembles import find_ensembles
-from apollo_compile.reports.render_text import render_text
-from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.target.compilation import Compilation
 from tests.builders import graph
-from tests.reports.reports import UNITS, compile_graph
+from tests.reports.reports import UNITS, compile_graph, report_of
 
 SMALL, LARGE = 10_000, 1_000_000_000
 
@@ -54,6 +52,6 @@ def test_layers_of_a_chain_and_twins_are_no_ensemble(members: int, is_chain: boo
 def test_a_report_suggests_to_batch_small_members(flops: int, is_said: bool) -> None:
     """Launches of small ones add up; large ones fill lanes as they are."""
     summary = summarize(with_critics(flops, members=12), Trace())
-    text = " ".join(render_text(Report(graphs=(summary,), fallbacks=())).split())
+    text = " ".join(str(report_of(summary)).split())
     said = "12 independent segments run the same code (critics.0, critics.1, critics.2, critics.3 and 8 more)"
     assert (said in text) == is_said

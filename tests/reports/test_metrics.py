@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.ir import Standing, Variant, Verdict
-from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
-from tests.reports.reports import VERDICT
+from tests.reports.reports import VERDICT, report_of
 from tests.reports.test_summary import NOTHING, RUN, compilation
 
-EMPTY = Report(graphs=(), fallbacks=())
+EMPTY = report_of()
 
 
 def verdict_of(winner: str, **ratios: float) -> Verdict:
@@ -26,8 +25,8 @@ def verdict_of(winner: str, **ratios: float) -> Verdict:
 def test_all_numbers_of_a_settled_model_are_known() -> None:
     """One graph on lanes, one that falls back; 200 of the 1000 ns of the run had two lanes at work."""
     graph = summarize(compilation(), RUN)
-    report = Report(
-        graphs=(graph,),
+    report = report_of(
+        graph,
         fallbacks=(("1/0", "nothing to gain"),),
         verdicts=(("0/0", verdict_of(Variant.PLAN, SERIAL=1.5, INDUCTOR=1.2)),),
         states=(State(graph="0/0", stage=Stage.SETTLED), State(graph="1/0", stage=Stage.FALLS_BACK)),
@@ -53,10 +52,8 @@ def test_all_numbers_of_a_settled_model_are_known() -> None:
 
 def test_what_is_not_known_yet_has_no_entry() -> None:
     """A plan without a measured run; nothing at all; a report of old, without states."""
-    planned = Report(
-        graphs=(summarize(compilation(), NOTHING),), fallbacks=(), states=(State(graph="0/0", stage=Stage.MEASURING),)
-    )
-    found = planned.metrics()
+    states = (State(graph="0/0", stage=Stage.MEASURING),)
+    found = report_of(summarize(compilation(), NOTHING), states=states).metrics()
     assert found["apollo/settled"] == 0
     assert not {"apollo/step_ms", "apollo/gain_over_serial", "apollo/overlap"} & found.keys()
     counts = {"graphs_on_lanes", "graphs_in_turn", "graphs_in_inductor", "fallbacks"}

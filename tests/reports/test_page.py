@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +20,7 @@ from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
 from benchmarks.graphs import WORKLOADS
 from tests.builders import random_graph
-from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
+from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, report_of, workload_report
 from tests.reports.test_summary import RUN, compilation
 
 VOID = {"meta", "link", "br", "wbr", "img", "input"}
@@ -102,7 +102,7 @@ def test_five_hundred_segments_make_a_page_under_a_megabyte() -> None:
         for segment in graph.segments
     )
     made = compile_graph(replace(graph, segments=named), time_limit_s=0.1)
-    text = Report(graphs=(summarize(made, invent_run(made)),), fallbacks=()).to_html()
+    text = report_of(summarize(made, invent_run(made))).to_html()
     assert text.count('class="bar') >= 1500
     assert len(text.encode()) < MAX_PAGE_BYTES
 
@@ -135,12 +135,12 @@ def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
 @pytest.mark.parametrize(("factor", "shown"), [(1.0, 1.0), (1.4, 1.4), (9.0, 1.5)])
 def test_a_disturbed_run_does_not_stretch_the_axis(factor: float, shown: float) -> None:
     """It is cut, and says so; the plans keep most of the width."""
-    (graph,) = Report(graphs=(summarize(compilation(), RUN),), fallbacks=()).graphs
+    (graph,) = report_of(summarize(compilation(), RUN)).graphs
     longest = max(line.duration_ns for line in graph.timelines[:2])
     run = replace(graph.latest, duration_ns=round(factor * longest))
     disturbed = replace(graph, timelines=(*graph.timelines[:2], run))
     assert time_scale(disturbed) == round(shown * longest)
-    page = Report(graphs=(disturbed,), fallbacks=()).to_html()
+    page = report_of(disturbed).to_html()
     assert ("; cut at " in page) is ('class="lanes cut"' in page) is (factor > shown)
 
 
@@ -190,32 +190,33 @@ def test_words_of_the_glossary_are_told_where_the_page_has_them() -> None:
 # --------------------------------------------------------------------------------------------------------- in a browser
 
 
-class Tab:
-    """One page in the browser, and what it complained about."""
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Open the page of a report in the browser, which must not complain of anything."""
+    contexts, complaints = [], []
 
-    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
-        self.context = browser.new_context(offline=True, **options)
-        self.context.set_default_timeout(PATIENCE_MS)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("requestfailed", lambda request: self.complaints.append(request.url))
-        self.page.goto(path.as_uri())
+    def show(report: Report, **options: Any) -> Any:
+        report.save_html(tmp_path / "report.html")
+        contexts.append(browser.new_context(offline=True, **options))
+        contexts[-1].set_default_timeout(PATIENCE_MS)
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("requestfailed", lambda request: complaints.append(request.url))
+        page.goto((tmp_path / "report.html").as_uri())
+        return page
 
-    def close(self) -> None:
-        self.context.close()
-        assert self.complaints == []
+    yield show
+    for context in contexts:
+        context.close()
+    assert complaints == []
 
 
 @pytest.fixture
-def tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
+def tab(show: Callable[..., Any]) -> Any:
     """The page of the small report with a run, on a laptop."""
-    report = Report(graphs=(summarize(compilation(), RUN),), fallbacks=(), breaks=(a_break(),), states=(STATE,))
-    report.save_html(tmp_path / "report.html")
-    opened = Tab(browser, tmp_path / "report.html", viewport={"width": 1280, "height": 900})
-    yield opened.page
-    opened.close()
+    report = report_of(summarize(compilation(), RUN), breaks=(a_break(),), states=(STATE,))
+    return show(report, viewport={"width": 1280, "height": 900})
 
 
 def test_how_far_it_is_stands_above_all_graphs(tab: Any) -> None:
@@ -239,14 +240,11 @@ def test_pointing_at_a_segment_shows_its_numbers(tab: Any) -> None:
     assert not tip.is_visible() and tab.locator(".bar.needs").count() == 0
 
 
-def test_a_tap_shows_the_numbers_on_a_phone(browser: Any, tmp_path: Path) -> None:
+def test_a_tap_shows_the_numbers_on_a_phone(show: Callable[..., Any]) -> None:
     """Where nothing can be pointed at."""
-    full_report().save_html(tmp_path / "report.html")
-    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-    opened = Tab(browser, tmp_path / "report.html", **phone)
-    opened.page.locator(".line[data-line=measured] .bar").first.tap()
-    opened.page.wait_for_function("!document.getElementById('tip').hidden")
-    opened.close()
+    page = show(full_report(), viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page.locator(".line[data-line=measured] .bar").first.tap()
+    page.wait_for_function("!document.getElementById('tip').hidden")
 
 
 def test_zoom_widens_every_timeline_around_the_same_time(tab: Any) -> None:
@@ -309,36 +307,31 @@ def test_tables_sort_by_number_and_by_name(tab: Any) -> None:
     assert table.locator("th[aria-sort=ascending]").inner_text().startswith("segment")
 
 
-def test_light_and_dark_follow_the_system_and_the_button(browser: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_follow_the_system_and_the_button(show: Callable[..., Any], scheme: str) -> None:
     """Text and background change places, and keep their contrast."""
-    full_report().save_html(tmp_path / "report.html")
-    for scheme in ("light", "dark"):
-        opened = Tab(browser, tmp_path / "report.html", color_scheme=scheme)
-        light_first = contrast_and_lightness(opened.page)
-        opened.page.locator("#theme").click()
-        light_then = contrast_and_lightness(opened.page)
-        assert (light_first[1] > 0.5) is (scheme == "light")
-        assert (light_then[1] > 0.5) is (scheme == "dark")
-        assert min(light_first[0], light_then[0]) >= 4.5
-        opened.close()
+    page = show(full_report(), color_scheme=scheme)
+    first = contrast_and_lightness(page)
+    page.locator("#theme").click()
+    then = contrast_and_lightness(page)
+    assert [lightness > 0.5 for _, lightness in (first, then)] == [scheme == "light", scheme == "dark"]
+    assert min(contrast for contrast, _ in (first, then)) >= 4.5
 
 
-def test_paper_is_light_and_shows_everything(browser: Any, tmp_path: Path) -> None:
+def test_paper_is_light_and_shows_everything(show: Callable[..., Any]) -> None:
     """Whatever the page looked like: dark, and zoomed in; nothing stands where a reader would have to scroll."""
-    full_report().save_html(tmp_path / "report.html")
-    opened = Tab(browser, tmp_path / "report.html", color_scheme="dark", viewport={"width": 715, "height": 1000})
-    opened.page.locator("[data-zoom='2']").first.click()
-    opened.page.emulate_media(media="print")
-    contrast, lightness = contrast_and_lightness(opened.page)
+    page = show(full_report(), color_scheme="dark", viewport={"width": 715, "height": 1000})
+    page.locator("[data-zoom='2']").first.click()
+    page.emulate_media(media="print")
+    contrast, lightness = contrast_and_lightness(page)
     assert contrast >= 4.5 and lightness == 1
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 715
-    hidden = opened.page.evaluate(
+    assert page.evaluate("document.documentElement.scrollWidth") <= 715
+    hidden = page.evaluate(
         """() => [...document.querySelectorAll('.scroll')].filter(e => e.checkVisibility())
              .filter(e => e.scrollWidth > e.clientWidth + 1 || e.scrollHeight > e.clientHeight + 1)
              .map(e => e.getAttribute('aria-label'))"""
     )
     assert hidden == []
-    opened.close()
 
 
 def contrast_and_lightness(page: Any) -> tuple[float, float]:
@@ -374,12 +367,11 @@ def contrast_and_lightness(page: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("width", [375, 1280, 1920])
 @pytest.mark.parametrize("workload", ["clip", "llava"])
-def test_nothing_sticks_out_or_overlaps(browser: Any, tmp_path: Path, workload: str, width: int) -> None:
+def test_nothing_sticks_out_or_overlaps(show: Callable[..., Any], workload: str, width: int) -> None:
     """The page is as wide as the window, and blocks of text stand apart."""
-    full_report(workload).save_html(tmp_path / "report.html")
-    opened = Tab(browser, tmp_path / "report.html", viewport={"width": width, "height": 900})
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
-    overlaps = opened.page.evaluate(
+    page = show(full_report(workload), viewport={"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    overlaps = page.evaluate(
         """() => {
           const found = [];
           for (const group of document.querySelectorAll('main, section, .tiles, .panel, .line, .bar-top, header')) {
@@ -395,14 +387,14 @@ def test_nothing_sticks_out_or_overlaps(browser: Any, tmp_path: Path, workload: 
         }"""
     )
     assert overlaps == []
-    clipped = opened.page.evaluate(
+    clipped = page.evaluate(
         """() => [...document.querySelectorAll('h1,h2,h3,h4,.tiles dd,.tiles dt,.seg button,.words li,#theme')]
              .filter(e => e.checkVisibility() && getComputedStyle(e).display !== 'inline')
              .filter(e => e.scrollWidth > e.clientWidth + 1)
              .map(e => e.outerHTML.slice(0, 80))"""
     )
     assert clipped == []
-    ticks = opened.page.evaluate(
+    ticks = page.evaluate(
         """() => [...document.querySelectorAll('.lanes .scroll')].flatMap(pane => {
              const boxes = [...pane.querySelectorAll('.tick text')].map(t => [t, t.getBoundingClientRect()])
                .filter(([t, box]) => box.width && t.checkVisibility({visibilityProperty: true}));
@@ -412,14 +404,13 @@ def test_nothing_sticks_out_or_overlaps(browser: Any, tmp_path: Path, workload: 
            })"""
     )
     assert ticks == []
-    nodes = opened.page.evaluate(
+    nodes = page.evaluate(
         """() => [...document.querySelectorAll('.net g text')].filter(t => t.getBoundingClientRect().right + 6 >
              t.parentElement.querySelector('rect').getBoundingClientRect().right).map(t => t.textContent)"""
     )
     assert nodes == []
-    labels = opened.page.evaluate(
+    labels = page.evaluate(
         """() => [...document.querySelectorAll('.bar text')].filter(t => t.textContent && t.getBBox().width + 6 >
              t.parentElement.getBoundingClientRect().width + 1).map(t => t.textContent)"""
     )
     assert labels == []
-    opened.close()

@@ -20,6 +20,7 @@ import pytest
 from apollo_compile.ir import Trace
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
+from tests.reports.reports import report_of
 from tests.reports.test_summary import RUN, compilation
 
 ODD = 123_456_789
@@ -53,7 +54,7 @@ def two_graphs() -> Report:
         spans=tuple(replace(s, start_ns=s.start_ns * ODD, end_ns=s.end_ns * ODD) for s in RUN.spans),
         duration_ns=RUN.duration_ns * ODD,
     )
-    return Report(graphs=tuple(summarize(compilation(), run) for run in (RUN, long)), fallbacks=())
+    return report_of(*(summarize(compilation(), run) for run in (RUN, long)))
 
 
 @contextlib.contextmanager

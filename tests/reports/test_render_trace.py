@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from benchmarks.graphs import WORKLOADS
-from tests.reports.reports import workload_report
+from tests.reports.reports import report_of, workload_report
 from tests.reports.test_summary import NOTHING, compilation
 
 METADATA = {"process_name": "name", "process_sort_index": "sort_index", "thread_name": "name"}
@@ -92,7 +91,7 @@ def test_a_trace_is_valid_and_has_every_segment_on_every_track(workload: str) ->
 
 def test_a_trace_without_a_run_has_no_measured_track() -> None:
     """Nor is there anything in the trace of nothing."""
-    trace = json.loads(Report(graphs=(summarize(compilation(), NOTHING),), fallbacks=()).to_trace())
+    trace = json.loads(report_of(summarize(compilation(), NOTHING)).to_trace())
     validate(trace)
     assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {"serial", "predicted"}
-    assert json.loads(Report(graphs=(), fallbacks=()).to_trace())["traceEvents"] == []
+    assert json.loads(report_of().to_trace())["traceEvents"] == []

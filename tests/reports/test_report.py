@@ -18,13 +18,13 @@ from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Bottleneck, Limit, Stage, State
 from apollo_compile.reports.words import describe, describe_state
 from benchmarks.graphs import WORKLOADS
-from tests.reports.reports import VERDICT, a_break, workload_report
+from tests.reports.reports import VERDICT, a_break, report_of, told_of, workload_report
 from tests.reports.test_summary import NOTHING, RUN, compilation, trace
 
 
 def small(letters: str = "*AB*") -> Report:
     """Return a report of the diamond of four segments."""
-    return Report(graphs=(summarize(compilation(letters), RUN),), fallbacks=())
+    return report_of(summarize(compilation(letters), RUN))
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -76,7 +76,7 @@ def test_what_runs_side_by_side_within_a_branch_is_told() -> None:
         summary = summarize(replace(made, partition=partition), run)
         (pair,) = [pair for pair in summary.pairs if pair.first == pair.second == "layers"]
         assert (pair.could_overlap_ns, pair.overlap_ns) == (225, 300 if run is RUN else 200)
-        text = " ".join(describe(summary, Report(graphs=(summary,), fallbacks=())))
+        text = told_of(summary)
         assert told in text and "Almost nothing can overlap between modules" in text
 
 
@@ -109,13 +109,12 @@ def test_numbers_of_real_plans_agree_with_each_other(workload: str) -> None:
 
 def test_json_is_read_back_as_the_same_report() -> None:
     """With everything that a report can have."""
-    graphs = workload_report("clip").graphs
-    report = Report(
-        graphs=graphs,
+    report = report_of(
+        *workload_report("clip").graphs,
         fallbacks=(("1/0 forward", "x is on device cuda:0"),),
         verdicts=(("0/0", VERDICT),),
         breaks=(a_break(),),
-        states=(State(graph="0/0", stage=Stage.MEASURING, detail="round 3 of at least 5"),),
+        states=(MEASURING,),
     )
     assert Report.from_json(report.to_json()) == report
 
@@ -217,8 +216,7 @@ def test_the_first_line_names_few_of_many_graphs() -> None:
 
 def test_a_first_call_is_no_measurement() -> None:
     """Text, page and JSON say that there will be one; a dry run has none to come."""
-    cold = Report(graphs=(summarize(compilation(), NOTHING, is_cold=True),), fallbacks=())
-    planned = Report(graphs=(summarize(compilation(), NOTHING),), fallbacks=())
+    cold, planned = (report_of(summarize(compilation(), NOTHING, is_cold=each)) for each in (True, False))
     assert "  not measured yet: the first call of a plan is cold and does not count" in str(cold).splitlines()
     assert "<dt>Measured</dt><dd>not yet</dd>" in cold.to_html()
     assert json.loads(cold.to_json())["report"]["graphs"][0]["is_cold"] is True
@@ -228,46 +226,37 @@ def test_a_first_call_is_no_measurement() -> None:
 def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
     """On one lane, because halves of the device take longer; because Inductor runs the graph; for lack of units."""
     made = summarize(compilation("****"), NOTHING)
-    report = Report(graphs=(made,), fallbacks=())
-    assert "on 1 of the 2 units they take 1.33x as long as on all" in " ".join(describe(made, report))
-    assert "Inductor runs the graph" in " ".join(describe(replace(made, variant=Variant.INDUCTOR), report))
-    one = replace(made, device=replace(made.device, units=1))
-    assert "there is one unit" in " ".join(describe(one, report))
+    assert "on 1 of the 2 units they take 1.33x as long as on all" in told_of(made)
+    assert "Inductor runs the graph" in told_of(replace(made, variant=Variant.INDUCTOR))
+    assert "there is one unit" in told_of(replace(made, device=replace(made.device, units=1)))
 
 
 def test_a_disturbed_run_says_nothing_of_the_plan() -> None:
     """The two layers are planned side by side for 200 ns; in a run in which they were not, the plan is not to blame."""
     apart = trace((0, 0, 10, 60), (1, 1, 70, 470), (2, 2, 480, 780), (3, 0, 800, 880), duration_ns=1000)
-    made = summarize(compilation(), apart)
-    text = " ".join(describe(made, Report(graphs=(made,), fallbacks=())))
+    text = told_of(summarize(compilation(), apart))
     assert "image and text are planned to overlap for 200 ns, but overlapped for 0 ns in the last run, which" in text
     assert "the plan gains more elsewhere" not in text
-    elsewhere = summarize(compilation("*AA*"), apart)
-    assert "run one after the other" in " ".join(describe(elsewhere, Report(graphs=(elsewhere,), fallbacks=())))
+    assert "run one after the other" in told_of(summarize(compilation("*AA*"), apart))
 
 
 def test_operators_without_a_formula_are_named() -> None:
     """By those whose formulas are asked for; a model that has formulas for all is told nothing of them."""
     made = compilation("****")
-    report = Report(graphs=(), fallbacks=())
-    assert "Counted by their bytes" not in " ".join(describe(summarize(made, NOTHING), report))
+    assert "no formula but bytes" not in told_of(summarize(made, NOTHING))
     rough = replace(made, capture=replace(made.capture, without_formula=("aten._cdist_forward.default",)))
-    text = " ".join(describe(summarize(rough, NOTHING), report))
-    assert "no formula but bytes: aten._cdist_forward.default." in text
+    assert "no formula but bytes: aten._cdist_forward.default." in told_of(summarize(rough, NOTHING))
 
 
 def test_a_run_that_took_longer_than_predicted_is_told_with_what_did() -> None:
     """The diamond took 1000 ns instead of 510, in 470 of them nothing ran; text.layers took 300 instead of 200."""
-    report = small()
-    graph = report.graphs[0]
+    (graph,) = small().graphs
     assert (graph.predicted.idle_ns, graph.latest.idle_ns) == (0, 470)
-    text = " ".join(describe(graph, report))
-    assert "took 1.96x the predicted time, the largest part of it while no lane was busy (470 ns more)" in text
+    slower = "took {} the predicted time, the largest part of it {} more)"
+    assert slower.format("1.96x", "while no lane was busy (470 ns") in told_of(graph)
     short = replace(graph, timelines=(*graph.timelines[:-1], replace(graph.latest, duration_ns=580)))
-    text = " ".join(describe(short, report))
-    assert "took 1.14x the predicted time, the largest part of it in text.layers (100 ns more)" in text
-    exact = replace(graph, predicted_ns=1000)
-    assert "The last run" not in " ".join(describe(exact, report))
+    assert slower.format("1.14x", "in text.layers (100 ns") in told_of(short)
+    assert "The last run" not in told_of(replace(graph, predicted_ns=1000))
 
 
 def test_why_answers_in_few_sentences() -> None:
@@ -278,14 +267,9 @@ def test_why_answers_in_few_sentences() -> None:
         "It starts at 50 ns, when embed has ended, on which it depends. "
         "Concurrent with it: text.layers.0, for 200 ns in total."
     )
-    assert (
-        small()
-        .why("embed")
-        .endswith(
-            "It starts at 0 ns, since it depends on no other segment. "
-            "Nothing runs concurrently, since its lane has all 2 units."
-        )
-    )
+    assert small().why("embed").endswith(
+        "at 0 ns, since it depends on no other segment. Nothing runs concurrently, since its lane has all 2 units."
+    )  # fmt: skip
     assert "It starts at 450 ns, when image.layers.0 has released the units of its lane." in small("*BB*").why("text")
     report = workload_report("clip")
     where, then, beside = report.why("text_model").split(". ")
@@ -294,7 +278,7 @@ def test_why_answers_in_few_sentences() -> None:
     )
     assert then.startswith("In clip_backward it starts at ")
     assert beside.startswith("Concurrent with it: vision_model.") and " more, for " in beside
-    whole = Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), fallbacks=())
+    whole = report_of(replace(small().graphs[0], variant=Variant.INDUCTOR))
     assert whole.why("embed").endswith("The graph now runs Inductor instead of its plan; see the verdict.")
 
 
@@ -314,7 +298,7 @@ def test_a_segment_is_named_after_all_modules_that_it_holds(
     """In the text and on the page, where the full names are a tooltip; `why` answers for each of them."""
     (graph,) = small().graphs
     first = replace(graph.segments[0], name=name, module=module, others=others)
-    report = Report(graphs=(replace(graph, segments=(first, *graph.segments[1:])),), fallbacks=())
+    report = report_of(replace(graph, segments=(first, *graph.segments[1:])))
     assert first.title == title
     assert f"\n{title}  " in str(report) and f'aria-label="{title}, lane' in report.to_html()
     for asked in {name, title, *others} - {"vision", "head"}:
@@ -347,7 +331,7 @@ def test_a_difference_names_moves_times_and_graphs_that_one_side_lacks() -> None
     for report in (one, workload_report("flava")):
         same = report.diff(report)
         assert same.is_same_plan and all("same plan" in block for block in str(same).split("\n\n"))
-    nothing = Report(graphs=(), fallbacks=())
+    nothing = report_of()
     assert one.diff(nothing).only_before == ("test",)
     assert str(nothing.diff(one)) == "test: only in the second"
     assert str(nothing.diff(nothing)) == "no graph in either"
@@ -366,15 +350,15 @@ def test_reports_of_several_dynamo_graphs_become_one_with_unique_names() -> None
         breaks=(a_break(),),
         states=(State(graph="0/0", stage=Stage.SETTLED),),
     )
-    merged = merge_reports([each, Report(graphs=(), fallbacks=(("1/0 forward", "x"),)), each, each])
+    merged = merge_reports([each, report_of(fallbacks=(("1/0 forward", "x"),)), each, each])
     endings = ["", "#2", "#3"]
     assert [graph.name for graph in merged.graphs] == [f"test{ending}" for ending in endings]
     assert [name for name, _ in merged.fallbacks] == [
         "0/0 backward", "1/0 forward", "0/0 backward#2", "0/0 backward#3"
     ]  # fmt: skip
-    assert [name for name, _ in merged.verdicts] == [f"0/0{ending}" for ending in endings]
-    assert [found.graph for found in merged.breaks] == [f"0/0{ending}" for ending in endings]
-    assert [state.graph for state in merged.states] == [f"0/0{ending}" for ending in endings]
+    names = [name for name, _ in merged.verdicts]
+    assert names == [f"0/0{ending}" for ending in endings]
+    assert [found.graph for found in merged.breaks] == [state.graph for state in merged.states] == names
     assert merge_reports([each]) == each
 
 
@@ -395,11 +379,11 @@ def test_branches_of_one_graph_have_different_colours() -> None:
     graphs = [tuple(f"{letter}{number}" for number in range(5)) for letter in "abc"]
     graphs.append(("b0", "c4", "a0"))
     summary = small().graphs[0]
-    found = color_of_branches(Report(graphs=tuple(replace(summary, branches=names) for names in graphs), fallbacks=()))
+    found = color_of_branches(report_of(*(replace(summary, branches=names) for names in graphs)))
     assert [set(colors) for colors in found] == [set(names) for names in graphs]
     assert [len(set(colors.values())) for colors in found] == [5, 5, 5, 3]
     assert found[3]["b0"] == found[1]["b0"]
-    (many,) = color_of_branches(Report(graphs=(replace(summary, branches=tuple(map(str, range(20)))),), fallbacks=()))
+    (many,) = color_of_branches(report_of(replace(summary, branches=tuple(map(str, range(20))))))
     assert len(many) == 20 and set(many.values()) == set(range(len(COLORS)))
 
 

@@ -6,32 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.ir import (
-    Body,
-    BodyId,
-    Capture,
-    CostSource,
-    LaneId,
-    Node,
-    NodeId,
-    NodeKind,
-    Observations,
-    Origin,
-    Partition,
-    RankedSchedule,
-    Role,
-    SegmentGraph,
-    SegmentId,
-    Span,
-    Trace,
-    Variant,
-)
-from apollo_compile.ir.check import check_memory, check_partition, check_program, check_syncs
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.reports.render_text import render_text
-from apollo_compile.reports.report import Report
+from apollo_compile import ir
+from apollo_compile.ir.check import check_partition
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Timeline
 from apollo_compile.store.profiles import default_profile
@@ -39,9 +15,9 @@ from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
-from tests.reports.reports import VERDICT
+from tests.reports.reports import VERDICT, compilation_of, report_of
 
-NOTHING = Trace(spans=(), duration_ns=0)
+NOTHING = ir.Trace(spans=(), duration_ns=0)
 READS = ((), (0,), (0,), (1, 2))
 NAMES = ("embed", "image.layers.0", "text.layers.0", "head")
 
@@ -52,64 +28,46 @@ def compilation(letters: str = "*AB*", *, handover_ns: int = 0) -> Compilation:
     lanes = lane_catalogue(2)
     table = costs(made, lanes, [90, 50], [400, 300], [200, 150], [100, 60], handover_ns=handover_ns)
     modes = list(table.modes)
-    modes[1] = (replace(modes[1][0], source=CostSource.MEASURED), modes[1][1])
+    modes[1] = (replace(modes[1][0], source=ir.CostSource.MEASURED), modes[1][1])
     table = replace(table, modes=tuple(modes))
     planned = replace(plan(made, letters, lanes=lanes, costs=table), lower_bound_ns=123)
-    syncs = eliminate_syncs(made, planned)
-    memory = plan_memory(made, planned, syncs)
-    program = emit_program(made, planned, syncs, memory)
     capture, partition = nodes_of(made)
     check_partition(partition, capture)
-    check_syncs(syncs, made, planned)
-    check_memory(memory, made, planned, syncs)
-    check_program(program, made, planned, syncs, memory)
-    return Compilation(
-        capture=capture,
-        partition=partition,
-        profile=default_profile(2),
-        observations=Observations(),
-        costs=table,
-        plan=planned,
-        syncs=syncs,
-        memory=memory,
-        program=program,
-    )
+    return compilation_of(capture, partition, default_profile(2), table, planned)
 
 
-def nodes_of(made: SegmentGraph) -> tuple[Capture, Partition]:
+def nodes_of(made: ir.SegmentGraph) -> tuple[ir.Capture, ir.Partition]:
     """Return one node per buffer, and the partition that has the graph."""
     reads = [() if b.producer is None else made.segments[b.producer].inputs for b in made.buffers]
     nodes = tuple(
-        Node(
-            id=NodeId(buffer.id),
+        ir.Node(
+            id=ir.NodeId(buffer.id),
             name=buffer.name,
-            kind=NodeKind.INPUT if buffer.producer is None else NodeKind.COMPUTE,
+            kind=ir.NodeKind.INPUT if buffer.producer is None else ir.NodeKind.COMPUTE,
             target="op",
-            inputs=tuple(map(NodeId, read)),
+            inputs=tuple(map(ir.NodeId, read)),
             num_bytes=buffer.num_bytes,
         )
         for buffer, read in zip(made.buffers, reads, strict=True)
     )
-    bodies: dict[int, Body] = {}
+    bodies: dict[int, ir.Body] = {}
     for segment in made.segments:
-        own, inputs = (NodeId(segment.outputs[0]),), tuple(map(NodeId, segment.inputs))
-        body = Body(id=BodyId(segment.body), name=segment.name, nodes=own, inputs=inputs, outputs=own)
+        own, inputs = (ir.NodeId(segment.outputs[0]),), tuple(map(ir.NodeId, segment.inputs))
+        body = ir.Body(id=ir.BodyId(segment.body), name=segment.name, nodes=own, inputs=inputs, outputs=own)
         bodies.setdefault(segment.body, body)
-    outputs = tuple(None if buffer is None else NodeId(buffer) for buffer in made.outputs)
-    capture = Capture(name=made.name, role=made.role, nodes=nodes, outputs=outputs)
-    by_segment = tuple((NodeId(segment.outputs[0]),) for segment in made.segments)
-    return capture, Partition(graph=made, bodies=tuple(bodies.values()), nodes_by_segment=by_segment)
+    outputs = tuple(None if buffer is None else ir.NodeId(buffer) for buffer in made.outputs)
+    capture = ir.Capture(name=made.name, role=made.role, nodes=nodes, outputs=outputs)
+    by_segment = tuple((ir.NodeId(segment.outputs[0]),) for segment in made.segments)
+    return capture, ir.Partition(graph=made, bodies=tuple(bodies.values()), nodes_by_segment=by_segment)
 
 
-def trace(*spans: tuple[int, int, int, int], duration_ns: int) -> Trace:
+def trace(*spans: tuple[int, int, int, int], duration_ns: int) -> ir.Trace:
     """Return a trace of (segment, lane, start, end)."""
-    return Trace(
-        spans=tuple(
-            Span(segment=SegmentId(s), lane=LaneId(lane), start_ns=start, end_ns=end, core=-1)
-            for s, lane, start, end in spans
-        ),
-        duration_ns=duration_ns,
+    made = (
+        ir.Span(segment=ir.SegmentId(s), lane=ir.LaneId(lane), start_ns=start, end_ns=end, core=-1)
+        for s, lane, start, end in spans
     )
+    return ir.Trace(spans=tuple(made), duration_ns=duration_ns)
 
 
 RUN = trace((0, 0, 10, 60), (1, 1, 70, 470), (2, 2, 80, 380), (3, 0, 500, 580), duration_ns=1000)
@@ -120,14 +78,15 @@ def test_a_plan_without_a_run_has_predictions_only() -> None:
     """In planned start order."""
     made = compilation()
     summary = summarize(made, NOTHING)
-    assert (summary.name, summary.role, summary.origin) == ("test", Role.INFERENCE, Origin.GREEDY)
+    assert (summary.name, summary.role, summary.origin) == ("test", ir.Role.INFERENCE, ir.Origin.GREEDY)
     assert (summary.num_bodies, summary.num_lanes) == (3, 3)
-    assert [segment.name for segment in summary.segments] == list(NAMES)
+    assert [(s.name, s.lane, s.units, s.predicted_ns, s.source) for s in summary.segments] == [
+        ("embed", 0, 2, 50, "formula"),
+        ("image.layers.0", 1, 1, 400, "measured"),
+        ("text.layers.0", 2, 1, 200, "formula"),
+        ("head", 0, 2, 60, "formula"),
+    ]
     assert [segment.module for segment in summary.segments] == list(NAMES)
-    assert [segment.lane for segment in summary.segments] == [0, 1, 2, 0]
-    assert [segment.units for segment in summary.segments] == [2, 1, 1, 2]
-    assert [segment.predicted_ns for segment in summary.segments] == [50, 400, 200, 60]
-    assert [segment.source for segment in summary.segments] == ["formula", "measured", "formula", "formula"]
     assert {segment.measured_ns for segment in summary.segments} == {None}
     assert (summary.predicted_ns, summary.serial_ns, summary.bound_ns) == (510, 560, 123)
     assert summary.measured is None
@@ -140,8 +99,7 @@ def test_a_plan_without_a_run_has_predictions_only() -> None:
 def test_a_run_adds_measured_numbers() -> None:
     """Figures done by hand; predictions stay, and what was cut short has no numbers for the rest."""
     summary = summarize(compilation(), RUN)
-    assert summary.measured is not None
-    assert summary.measured.duration_ns == 1000
+    assert summary.measured is not None and summary.measured.duration_ns == 1000
     assert [segment.measured_ns for segment in summary.segments] == [50, 400, 300, 80]
     assert summary.measured.overlap == pytest.approx(0.3)
     assert summary.measured.busy == pytest.approx((2 * 130 + 400 + 300) / 2000)
@@ -154,12 +112,10 @@ def test_a_run_adds_measured_numbers() -> None:
 def test_overlap_is_what_counting_instants_gives(seed: int) -> None:
     """On random spans."""
     rng = random.Random(seed)
-    spans = []
-    for segment in range(4):
-        start = rng.randrange(90)
-        spans.append((segment, segment, start, rng.randrange(start, 100)))
+    starts = [rng.randrange(90) for _ in range(4)]
+    spans = [(segment, segment % 3, start, rng.randrange(start, 100)) for segment, start in enumerate(starts)]
     open_at = [sum(start <= instant < end for _, _, start, end in spans) for instant in range(100)]
-    summary = summarize(compilation(), trace(*[(s, s % 3, b, e) for s, _, b, e in spans], duration_ns=100))
+    summary = summarize(compilation(), trace(*spans, duration_ns=100))
     assert summary.latest.overlap == pytest.approx(sum(count >= 2 for count in open_at) / 100)
 
 
@@ -168,11 +124,10 @@ def test_a_run_of_every_unit_all_the_time_is_fully_busy() -> None:
     made = compilation("****")
     spans = [(segment, 0, 100 * segment, 100 * segment + 100) for segment in range(4)]
     assert summarize(made, trace(*spans, duration_ns=400)).latest.busy == pytest.approx(1.0)
-    made = compilation("AAAA")
-    summary = summarize(made, trace(*[(s, 1, start, end) for s, _, start, end in spans], duration_ns=400))
+    half = trace(*[(s, 1, start, end) for s, _, start, end in spans], duration_ns=400)
+    summary = summarize(compilation("AAAA"), half)
     assert summary.latest.busy == pytest.approx(0.5)
-    assert summary.latest.overlap == 0.0
-    assert summary.num_lanes == 1
+    assert (summary.latest.overlap, summary.num_lanes) == (0.0, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -182,51 +137,49 @@ def test_the_text_has_every_number() -> None:
     """Of the graph, of the run, and of the segments; a star marks predictions from measurements."""
     made = compilation()
     summary = summarize(made, RUN)
-    text = render_text(Report(graphs=(summary,), fallbacks=()))
+    text = str(report_of(summary))
     lines = text.splitlines()
-    assert lines[0] == "test: 4 segments (3 bodies) on 3 lanes, greedy plan"
-    assert lines[1] == "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns (gap 314.6%)"
-    assert lines[2] == "  no search"
-    assert lines[3] == "  for default x2 (cpu, 2 units), profile default"
-    assert lines[4] == "  measured  1.0 us; two or more lanes busy 30% of the time; units busy 48%"
-    assert lines[5] == (
+    assert lines[:6] == [
+        "test: 4 segments (3 bodies) on 3 lanes, greedy plan",
+        "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns (gap 314.6%)",
+        "  no search",
+        "  for default x2 (cpu, 2 units), profile default",
+        "  measured  1.0 us; two or more lanes busy 30% of the time; units busy 48%",
         f"  {summary.num_waits} waits between lanes ({summary.num_waits_dropped} more implied); "
-        f"planned peak between segments 7.0 KiB"
-    )
+        "planned peak between segments 7.0 KiB",
+    ]
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(NAMES)}
-    assert rows == {
-        "embed": ["0", "2", "of", "2", "50", "ns", "50", "ns", "10", "ns", "compute"],
-        "image.layers.0": ["1", "1", "of", "2", "400", "ns", "*", "400", "ns", "10", "ns", "compute"],
-        "text.layers.0": ["2", "1", "of", "2", "200", "ns", "300", "ns", "20", "ns", "compute"],
-        "head": ["0", "2", "of", "2", "60", "ns", "80", "ns", "30", "ns", "compute"],
+    assert {name: " ".join(row) for name, row in rows.items()} == {
+        "embed": "0 2 of 2 50 ns 50 ns 10 ns compute",
+        "image.layers.0": "1 1 of 2 400 ns * 400 ns 10 ns compute",
+        "text.layers.0": "2 1 of 2 200 ns 300 ns 20 ns compute",
+        "head": "0 2 of 2 60 ns 80 ns 30 ns compute",
     }
 
 
 def test_lanes_show_their_memory_against_their_quota() -> None:
     """Planned, taken and allowed, on lanes that have memory of their own; cores share theirs."""
     made = compilation()
-    memory = {"lane_bytes": {LaneId(1): 3072, LaneId(2): 5120}, "lane_memory_quota": 8192}
+    memory = {"lane_bytes": {ir.LaneId(1): 3072, ir.LaneId(2): 5120}, "lane_memory_quota": 8192}
     on_cores = summarize(made, RUN)
     assert [lane.peak_bytes for lane in on_cores.lanes] == list(made.memory.peak_bytes_by_lane)
     assert {(lane.taken_bytes, lane.quota_bytes) for lane in on_cores.lanes} == {(None, None)}
     on_sms = summarize(replace(made, profile=replace(made.profile, kind="cuda")), RUN, **memory)
     assert [(lane.taken_bytes, lane.quota_bytes) for lane in on_sms.lanes] == [(None, 8192), (3072, 8192), (5120, 8192)]
-    rows = {graph: str(Report(graphs=(graph,), fallbacks=())).splitlines() for graph in (on_cores, on_sms)}
+    rows = {graph: str(report_of(graph)).splitlines() for graph in (on_cores, on_sms)}
     peak = format_bytes(made.memory.peak_bytes_by_lane[1]).split()
     titles = "units    segments    predicted busy    measured    planned peak"
     assert [" ".join(row.split()) for row in rows[on_cores] if "planned peak" in row][1:] == [" ".join(titles.split())]
     lane_1 = ["lane", "1", "1", "1", "400", "ns", "400", "ns", *peak]
     assert lane_1 in [row.split() for row in rows[on_cores]]
     assert [*lane_1, "3.0", "KiB", "8.0", "KiB"] in [row.split() for row in rows[on_sms]]
-    page = Report(graphs=(on_sms,), fallbacks=()).to_html()
-    assert '<td class="n" data-v="5120">5.0 KiB</td><td class="n" data-v="8192">8.0 KiB</td></tr>' in page
-    report = Report(graphs=(on_sms,), fallbacks=())
-    found = {
-        event["name"]: event["args"] for event in json.loads(report.to_trace())["traceEvents"] if event["ph"] == "C"
-    }
+    report = report_of(on_sms)
+    assert '<td class="n" data-v="5120">5.0 KiB</td><td class="n" data-v="8192">8.0 KiB</td></tr>' in report.to_html()
+    events = json.loads(report.to_trace())["traceEvents"]
+    found = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
     assert (found["lane 1 took"], found["lane 1 may take"]) == ({"bytes": 3072}, {"bytes": 8192})
     assert "lane 0 may take" in found and "lane 0 took" not in found
-    on_cores_trace = Report(graphs=(on_cores,), fallbacks=()).to_trace()
+    on_cores_trace = report_of(on_cores).to_trace()
     assert "took" not in on_cores_trace and "may take" not in on_cores_trace
 
 
@@ -246,17 +199,14 @@ def test_what_lanes_hold_adds_up_to_what_the_graph_holds() -> None:
 def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
     """After those that run in segments."""
     summary = summarize(compilation(), NOTHING)
-    report = Report(graphs=(summary, summary), fallbacks=(("1/0 forward", "x is on device cuda:0"),))
-    text = str(report)
-    assert text == render_text(report)
-    blocks = text.split("\n\n")
-    assert blocks[-1] == "1/0 forward: falls back to Inductor\n  because x is on device cuda:0"
+    text = str(report_of(summary, summary, fallbacks=(("1/0 forward", "x is on device cuda:0"),)))
+    assert text.split("\n\n")[-1] == "1/0 forward: falls back to Inductor\n  because x is on device cuda:0"
     assert text.count("test: 4 segments") == 2
 
 
 def test_a_report_of_nothing_says_what_to_do() -> None:
     """Before the first call, or for a model that was never compiled; on the page as well."""
-    nothing = Report(graphs=(), fallbacks=())
+    nothing = report_of()
     assert str(nothing).startswith("nothing compiled for this model has run yet: call the compiled model first")
     assert "Without a model, report() covers everything that was compiled" in str(nothing)
     assert "call the compiled model first" in nothing.to_html()
@@ -267,48 +217,47 @@ def test_a_graph_without_segments_has_a_text() -> None:
     nothing = {"num_bodies": 0, "num_lanes": 0, "segments": (), "modules": (), "branches": (), "pairs": (), "lanes": ()}
     line = Timeline(name="serial", duration_ns=0, overlap=0.0, busy=0.0, bars=(), units=(), memory=())
     times = {"predicted_ns": 0, "serial_ns": 0, "bound_ns": 0, "gap": 0.0, "critical_path_ns": 0, "peak_bytes": 0}
-    origin = {"name": "empty", "origin": Origin.SERIAL, "candidates": (), "waits": (), "timelines": (line,)}
+    origin = {"name": "empty", "origin": ir.Origin.SERIAL, "candidates": (), "waits": (), "timelines": (line,)}
     empty = replace(summarize(compilation(), NOTHING), **nothing, **times, **origin)  # type: ignore[arg-type]
-    text = str(Report(graphs=(empty,), fallbacks=()))
+    text = str(report_of(empty))
     assert text.startswith("empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns")
 
 
 def test_a_report_says_where_a_plan_comes_from() -> None:
     """Candidates, solver, limits, replans."""
     made = compilation()
-    tried = RankedSchedule(name="serial", undisturbed_ns=560, makespan_ns=560)
+    tried = ir.RankedSchedule(name="serial", undisturbed_ns=560, makespan_ns=560)
     searched = replace(made.plan, candidates=(tried, tried), solver="solver 1.0", seed=7, stopped_early=True)
-    searched_for = replace(made, plan=searched)
-    summary = summarize(searched_for, NOTHING, num_replans=2)
+    summary = summarize(replace(made, plan=searched), NOTHING, num_replans=2)
     assert summary.gap == pytest.approx(510 / 123 - 1)
-    text = str(Report(graphs=(summary,), fallbacks=()))
+    text = str(report_of(summary))
     assert "best of 2 candidates; solver 1.0, seed 7; stopped by the time limit; planned again from measured" in text
     pinned = summarize(replace(made, plan=replace(made.plan, pinned=True)), NOTHING)
-    assert "read from a plan file" in str(Report(graphs=(pinned,), fallbacks=()))
+    assert "read from a plan file" in str(report_of(pinned))
 
 
 def test_a_report_shows_the_comparison_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
-    summary = summarize(compilation(), NOTHING, variant=Variant.INDUCTOR)
-    text = render_text(Report(graphs=(summary,), fallbacks=(), verdicts=(("0/0", VERDICT),)))
+    summary = summarize(compilation(), NOTHING, variant=ir.Variant.INDUCTOR)
+    text = str(report_of(summary, verdicts=(("0/0", VERDICT),)))
     assert "now runs Inductor instead of its plan" in text
     assert "0/0: chosen by measuring" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["Inductor", "2.00", "ms", "1.000", "5"] in rows
     assert ["segments", "in", "turn", "2.50", "ms", "1.250", "7"] in rows
     assert "measured in 36 steps of the training loop" in text
-    assert "does not run" not in render_text(Report(graphs=(summarize(compilation(), NOTHING),), fallbacks=()))
+    assert "instead of its plan" not in str(report_of(summarize(compilation(), NOTHING)))
 
 
 def test_a_report_marks_where_a_prediction_comes_from() -> None:
     """Nothing behind a formula's time, `*` behind a measured one, `~` behind one that was scaled."""
     summary = summarize(compilation(), NOTHING)
-    sources = (CostSource.FORMULA, CostSource.MEASURED, CostSource.SCALED)
+    sources = (ir.CostSource.FORMULA, ir.CostSource.MEASURED, ir.CostSource.SCALED)
     segments = tuple(
         replace(segment, name=source, predicted_ns=1000, source=source)
         for segment, source in zip(summary.segments, sources, strict=False)
     )
-    text = render_text(Report(graphs=(replace(summary, segments=segments),), fallbacks=()))
+    text = str(report_of(replace(summary, segments=segments)))
     rows = [line.split() for line in text.splitlines()]
     marks = {row[0]: row[7:-1] for row in rows if row and row[0] in sources}
-    assert marks == {CostSource.FORMULA: [], CostSource.MEASURED: ["*"], CostSource.SCALED: ["~"]}
+    assert marks == {ir.CostSource.FORMULA: [], ir.CostSource.MEASURED: ["*"], ir.CostSource.SCALED: ["~"]}

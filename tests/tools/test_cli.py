@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from apollo_compile.store.profiles import cached_profile_path, default_profile, 
 from apollo_compile.tools.bench import turns  # noqa: E402
 from apollo_compile.tools.bench.numbers import LOSS, Measurement, VariantResult, compare_digests, summarize  # noqa: E402
 from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant  # noqa: E402
-from apollo_compile.tools.cli import main  # noqa: E402
 from apollo_compile.tools.targets import load_target  # noqa: E402
 from tests.reports.reports import workload_report  # noqa: E402
+from tests.tools.conftest import Apollo  # noqa: E402
 
 MODEL = """
 import torch
@@ -65,86 +65,70 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "apollo_compile"
 
 
-def _measure(monkeypatch: pytest.MonkeyPatch, disturbed_share: float = 0.0) -> None:
-    """Replace the measurement, which takes a minute, by the default profile."""
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Replace the measurement, which takes a minute, by the default profile, with so large a share disturbed."""
 
-    def calibrate(units: int, *, rounds: int, progress: ReportStep) -> Calibration:
-        if units > 8:
-            raise ValueError(f"cannot calibrate {units} units")
-        for done, what in enumerate(("compiling", "measuring", "measuring", "done")):
-            progress(what, done, 4)
-        return Calibration(profile=default_profile(units), disturbed_share=disturbed_share)
+    def replace_by(disturbed_share: float) -> None:
+        def calibrate(units: int, *, rounds: int, progress: ReportStep) -> Calibration:
+            if units > 8:
+                raise ValueError(f"cannot calibrate {units} units")
+            for done, what in enumerate(("compiling", "measuring", "measuring", "done")):
+                progress(what, done, 4)
+            return Calibration(profile=default_profile(units), disturbed_share=disturbed_share)
 
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
+        monkeypatch.setattr(calibration, "calibrate", calibrate)
+
+    replace_by(0.0)
+    return replace_by
 
 
-def test_a_calibration_is_kept_where_compiles_look(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("measure")
+def test_a_calibration_is_kept_where_compiles_look(cache: Path, apollo: Apollo) -> None:
     """With its fingerprint, so that discovery takes it as it is; progress is a line per kind of step."""
-    _measure(monkeypatch)
-    assert main(["calibrate", "--units", "2"]) == 0
-    path = cached_profile_path(cache, 2)
-    printed = capsys.readouterr()
-    assert str(path) in printed.out
-    assert printed.err.splitlines() == ["compiling", "measuring", "done"]
+    ran, path = apollo("calibrate", "--units", 2), cached_profile_path(cache, 2)
+    assert ran.code == 0 and str(path) in ran.out
+    assert ran.err.splitlines() == ["compiling", "measuring", "done"]
     assert discover_profile(2, cache_dir=cache) == load_profile(path) == default_profile(2)
 
 
-def test_a_profile_goes_where_it_is_asked_for(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("measure")
+def test_a_profile_goes_where_it_is_asked_for(cache: Path, tmp_path: Path, apollo: Apollo) -> None:
     """And nowhere else; `--json` prints what the file holds."""
-    _measure(monkeypatch)
     path = tmp_path / "mine.json"
-    assert main(["calibrate", "--units", "3", "--output", str(path), "--json"]) == 0
-    assert capsys.readouterr().out == path.read_text()
+    assert apollo("calibrate", "--units", 3, "--output", path, "--json")[:2] == (0, path.read_text())
     assert load_profile(path) == default_profile(3)
     assert not cache.exists()
 
 
 def test_a_disturbed_calibration_is_not_kept(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: Path, tmp_path: Path, measure: Callable[[float], None], apollo: Apollo
 ) -> None:
     """The exit code says so, and the message what to do; a file that was asked for is written all the same."""
-    _measure(monkeypatch, disturbed_share=0.75)
-    assert main(["calibrate", "--units", "2"]) == 1
-    assert "75%" in (error := capsys.readouterr().err) and "not kept" in error
+    measure(0.75)
+    ran = apollo("calibrate", "--units", 2)
+    assert ran.code == 1 and "75%" in ran.err and "not kept" in ran.err
     assert not cache.exists()
-    assert main(["calibrate", "--units", "2", "--output", str(tmp_path / "p.json")]) == 1
+    assert apollo("calibrate", "--units", 2, "--output", tmp_path / "p.json").code == 1
     assert load_profile(tmp_path / "p.json") == default_profile(2)
 
 
-def test_what_cannot_be_done_is_one_line(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("cache", "measure")
+def test_what_cannot_be_done_is_one_line(tmp_path: Path, apollo: Apollo) -> None:
     """No traceback: too many units, and a file where none can be written."""
-    _measure(monkeypatch)
-    assert main(["calibrate", "--units", "9"]) == 1
-    assert capsys.readouterr().err == "apollo calibrate: cannot calibrate 9 units\n"
+    assert apollo("calibrate", "--units", 9) == (1, "", "apollo calibrate: cannot calibrate 9 units\n")
     (tmp_path / "file").write_text("")
-    assert main(["calibrate", "--units", "2", "--output", str(tmp_path / "file" / "p.json")]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("apollo calibrate: ")
+    ran = apollo("calibrate", "--units", 2, "--output", tmp_path / "file" / "p.json")
+    assert ran.code == 2 and ran.err.splitlines()[-1].startswith("apollo calibrate: ")
 
 
 @pytest.mark.parametrize(
     "arguments", ([], ["unknown"], ["calibrate", "--units", "two"], ["explain", "a:b", "--option", "units"])
 )
-def test_a_wrong_call_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_shows_the_usage(arguments: list[str], apollo: Apollo) -> None:
     """Exit code 2."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert "usage: apollo" in capsys.readouterr().err
-
-
-def test_help_does_not_import_torch() -> None:
-    """It should be there at once."""
-    code = (
-        "import sys; from apollo_compile.tools.cli import _parser; _parser().format_help(); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    ran = apollo(*arguments)
+    assert ran.code == 2 and "usage: apollo" in ran.err
 
 
 # ------------------------------------------------------------------------------------------------- explain and report
@@ -161,32 +145,28 @@ def model_file(tmp_path: Path) -> Iterator[str]:
     torch._dynamo.reset()
 
 
-def test_explain_writes_every_form_and_prints_a_report(
-    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_writes_every_form_and_prints_a_report(model_file: str, tmp_path: Path, apollo: Apollo) -> None:
     """From a file and a function, with arguments and options, for another device."""
     files = {name: tmp_path / f"report.{name}" for name in ("html", "trace", "save")}
-    written = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    written = [part for name, path in files.items() for part in (f"--{name}", path)]
     target = [f"{model_file}:build", "--set", "batch=16", "--option", "plan.planner=greedy"]
-    assert main(["explain", *target, "--profile", "cpu", *written]) == 0
-    printed = capsys.readouterr()
-    assert re.search(r"\d/\d forward", printed.out) and re.search(r"\d/\d backward", printed.out)
-    assert "(cpu, 64 units)" in printed.out
-    assert "building the model" in printed.err.splitlines()
+    ran = apollo("explain", *target, "--profile", "cpu", *written)
+    assert re.search(r"\d/\d forward", ran.out) and re.search(r"\d/\d backward", ran.out)
+    assert "(cpu, 64 units)" in ran.out
+    assert "building the model" in ran.err.splitlines()
     report = Report.from_json(files["save"].read_text())
     assert files["html"].read_text() == report.to_html()
     assert files["trace"].read_text() == report.to_trace()
-    assert printed.out == f"{report}\n"
+    assert ran[:2] == (0, f"{report}\n")
 
 
-def test_explain_prints_json_and_answers_why(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_json_and_answers_why(model_file: str, apollo: Apollo) -> None:
     """Nothing else goes to standard output."""
-    quick = ["--option", "device.units=1"]
-    assert main(["explain", f"{model_file}:by_name", "--json", *quick]) == 0
-    report = Report.from_json(capsys.readouterr().out)
-    assert [graph.role for graph in report.graphs] == ["forward", "backward"]
-    assert main(["explain", f"{model_file}:by_name", "--why", "vision", *quick]) == 1
-    assert "no segment or module is called 'vision'" in capsys.readouterr().err
+    explain = ("explain", f"{model_file}:by_name", "--option", "device.units=1")
+    ran = apollo(*explain, "--json")
+    assert ran.code == 0 and [graph.role for graph in Report.from_json(ran.out).graphs] == ["forward", "backward"]
+    ran = apollo(*explain, "--why", "vision")
+    assert ran.code == 1 and "no segment or module is called 'vision'" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -202,13 +182,11 @@ def test_explain_prints_json_and_answers_why(model_file: str, capsys: pytest.Cap
         ("{file}:nothing", "returned NoneType; expected (model, inputs)"),
     ],
 )
-def test_a_wrong_target_is_one_line(
-    target: str, message: str, model_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_target_is_one_line(target: str, message: str, model_file: str, apollo: Apollo) -> None:
     """That names the fault."""
-    is_there = target in ("{file}:broken", "{file}:nothing")
-    assert main(["explain", target.format(file=model_file)]) == (1 if is_there else 2)
-    last = capsys.readouterr().err.splitlines()[-1]
+    ran = apollo("explain", target.format(file=model_file))
+    assert ran.code == (1 if target in ("{file}:broken", "{file}:nothing") else 2)
+    last = ran.err.splitlines()[-1]
     assert last.startswith("apollo explain: ") and message.format(file=model_file) in last
 
 
@@ -224,13 +202,11 @@ def test_a_wrong_target_is_one_line(
     ],
 )
 def test_wrong_calls_exit_with_two_and_compile_nothing(
-    arguments: list[str], model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apollo: Apollo
 ) -> None:
     """Wrong names and values of options, files that cannot be written or are not there."""
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
-    filled = [each.format(file=model_file, folder=tmp_path) for each in arguments]
-    with pytest.raises(SystemExit, match="2"):
-        sys.exit(main(filled))
+    assert apollo(*(each.format(file=model_file, folder=tmp_path) for each in arguments)).code == 2
 
 
 @pytest.mark.parametrize("command", ["explain", "report"])
@@ -239,7 +215,7 @@ def test_wrong_calls_exit_with_two_and_compile_nothing(
     [("torch.ones(2, 4)", "8 in forward: RuntimeError: mat1 and mat2"), ("{'z': 1}", "7 in forward: TypeError: ")],
 )
 def test_an_error_of_the_model_begins_with_its_own_line(
-    command: str, inputs: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, inputs: str, told: str, tmp_path: Path, apollo: Apollo
 ) -> None:
     """What torch.compile says of it comes with `-v` only."""
     file = tmp_path / "bad.py"
@@ -248,13 +224,14 @@ def test_an_error_of_the_model_begins_with_its_own_line(
         "        self.layer = torch.nn.Linear(3, 3)\n    def forward(self, x):\n        return self.layer(x)\n\n"
         f"def build():\n    return Model(), {inputs}\n"
     )
-    assert main([command, f"{file}:build", "--option", "device.units=1"]) == 1
-    errors = capsys.readouterr().err
-    assert errors.splitlines()[-1].startswith(f"apollo {command}: {file}:build failed: {file}:{told}")
-    assert "Traceback" not in errors and "meta" not in errors
+    call = (command, f"{file}:build", "--option", "device.units=1")
+    ran = apollo(*call)
+    assert ran.code == 1
+    assert ran.err.splitlines()[-1].startswith(f"apollo {command}: {file}:build failed: {file}:{told}")
+    assert "Traceback" not in ran.err and "meta" not in ran.err
     torch._dynamo.reset()
-    assert main([command, f"{file}:build", "--option", "device.units=1", "-v"]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    ran = apollo(*call, "-v")
+    assert ran.code == 1 and "Traceback" in ran.err
 
 
 @pytest.mark.parametrize("command", ["explain", "bench", "report"])
@@ -271,82 +248,88 @@ def test_a_target_without_a_function_is_answered_before_torch_is_imported(tmp_pa
     assert done.stderr.endswith(f"names no function; expected one that returns (model, inputs): {file}:build\n")
 
 
-def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_report_is_shown_again(tmp_path: Path, apollo: Apollo) -> None:
     """In any form, without the model, and without torch's help."""
     report, path = workload_report("clip"), tmp_path / "clip.json"
     path.write_text(report.to_json())
-    assert main(["report", str(path), "--html", str(tmp_path / "clip.html")]) == 0
-    assert capsys.readouterr().out == f"{report}\n"
+    assert apollo("report", path, "--html", tmp_path / "clip.html")[:2] == (0, f"{report}\n")
     assert (tmp_path / "clip.html").read_text() == report.to_html()
-    assert main(["report", str(path), "--json"]) == 0
-    assert Report.from_json(capsys.readouterr().out) == report
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", str(path), "--inference", "--steps", "2"])
-    assert stopped.value.code == 2
-    assert "shown unchanged; use file.py:function instead of it with --steps, --inference" in capsys.readouterr().err
-    assert main(["report", str(path), "--why", "text_model", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["why"].startswith("text_model is ")
+    ran = apollo("report", path, "--json")
+    assert ran.code == 0 and Report.from_json(ran.out) == report
+    ran = apollo("report", path, "--why", "text_model", "--json")
+    assert ran.code == 0 and json.loads(ran.out)["why"].startswith("text_model is ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["clip.json", "--inference", "--steps", "2"], 2, "instead of it with --steps, --inference\n"),
+        (["other.json"], 1, "not a report"),
+        (["absent.json"], 2, "absent.json: No such file or directory\n"),
+        (["model.py"], 2, "'model.py' names no function, and there is no such file"),
+    ],
+)
+def test_what_is_no_report_to_show_is_told(
+    arguments: list[str], code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apollo: Apollo
+) -> None:
+    """Also options that a saved one cannot follow."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clip.json").write_text(workload_report("clip").to_json())
     (tmp_path / "other.json").write_text("{}")
-    assert main(["report", str(tmp_path / "other.json")]) == 1
-    assert "not a report" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "absent.json")]) == 2
-    assert capsys.readouterr().err.endswith("absent.json: No such file or directory\n")
-    assert main(["report", "model.py"]) == 2
-    assert "'model.py' names no function, and there is no such file" in capsys.readouterr().err
+    ran = apollo("report", *arguments)
+    assert ran.code == code and told in ran.err
 
 
 @pytest.mark.slow
-def test_report_trains_a_model_and_measures(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_trains_a_model_and_measures(model_file: str, apollo: Apollo) -> None:
     """For so many steps."""
     settings = ("plan.autotune=false", "plan.planner=serial", "debug.strict=true", "runtime.bodies=python")
     options = [part for setting in settings for part in ("--option", setting)]
-    assert main(["report", f"{model_file}:build", "--steps", "2", "--json", *options]) == 0
-    printed = capsys.readouterr()
-    report = Report.from_json(printed.out)
-    assert all(graph.measured is not None for graph in report.graphs) and len(report.graphs) == 2
-    assert printed.err.splitlines() == ["building the model", "compiling", "running steps"]
+    ran = apollo("report", f"{model_file}:build", "--steps", 2, "--json", *options)
+    assert ran.code == 0 and ran.err.splitlines() == ["building the model", "compiling", "running steps"]
+    graphs = Report.from_json(ran.out).graphs
+    assert all(graph.measured is not None for graph in graphs) and len(graphs) == 2
 
 
 # ------------------------------------------------------------------------------------------------------ the other ones
 
 
-def test_plan_diff_compares_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_diff_compares_reports(tmp_path: Path, apollo: Apollo) -> None:
     """The exit code says whether they differ, if that is asked for."""
     for name in ("clip", "clap"):
         (tmp_path / f"{name}.json").write_text(workload_report(name).to_json())
-    clip, clap = str(tmp_path / "clip.json"), str(tmp_path / "clap.json")
-    assert main(["plan-diff", clip, clip, "--exit-code"]) == 0
-    assert "same plan" in capsys.readouterr().out
-    assert main(["plan-diff", clip, clap]) == 0
-    assert "clap_forward: only in the second" in capsys.readouterr().out
-    assert main(["plan-diff", clip, clap, "--exit-code", "--json"]) == 1
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["is_same_plan"] is False and found["only_before"] == ["clip_forward", "clip_backward"]
-    assert main(["plan-diff", clip, str(tmp_path / "absent.json")]) == 2
-    assert main(["plan-diff", clip, str(tmp_path)]) == 1
-    assert "there is no plan in" in capsys.readouterr().err
+    clip, clap = tmp_path / "clip.json", tmp_path / "clap.json"
+    ran = apollo("plan-diff", clip, clip, "--exit-code")
+    assert ran.code == 0 and "same plan" in ran.out
+    ran = apollo("plan-diff", clip, clap)
+    assert ran.code == 0 and "clap_forward: only in the second" in ran.out
+    ran = apollo("plan-diff", clip, clap, "--exit-code", "--json")
+    found: dict[str, Any] = json.loads(ran.out)
+    assert ran.code == 1 and found["is_same_plan"] is False
+    assert found["only_before"] == ["clip_forward", "clip_backward"]
+    assert apollo("plan-diff", clip, tmp_path / "absent.json").code == 2
+    ran = apollo("plan-diff", clip, tmp_path)
+    assert ran.code == 1 and "there is no plan in" in ran.err
 
 
 def test_plan_diff_compares_dumps(
-    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apollo: Apollo
 ) -> None:
     """Directories of `APOLLO_DUMP`, and single plans in them."""
-    quick = ["--option", "device.units=1"]
     for name in ("first", "second"):
         torch._dynamo.reset()  # as in a process of its own
         monkeypatch.setenv("APOLLO_DUMP", str(tmp_path / name))
-        assert main(["explain", f"{model_file}:build", *quick]) == 0
-    capsys.readouterr()
-    assert main(["plan-diff", str(tmp_path / "first"), str(tmp_path / "second"), "--exit-code"]) == 0
-    assert capsys.readouterr().out.count("same plan") == 2
-    plan = str(tmp_path / "first" / "0_0_forward" / "plan.json")
-    assert main(["plan-diff", plan, plan, "--json"]) == 0
-    (graph,) = json.loads(capsys.readouterr().out)["graphs"]
-    assert graph["before"] == graph["after"] and graph["before"]["name"] == "0/0 forward"
+        assert apollo("explain", f"{model_file}:build", "--option", "device.units=1").code == 0
+    ran = apollo("plan-diff", tmp_path / "first", tmp_path / "second", "--exit-code")
+    assert ran.code == 0 and ran.out.count("same plan") == 2
+    plan = tmp_path / "first" / "0_0_forward" / "plan.json"
+    ran = apollo("plan-diff", plan, plan, "--json")
+    (graph,) = json.loads(ran.out)["graphs"]
+    assert ran.code == 0 and graph["before"] == graph["after"] and graph["before"]["name"] == "0/0 forward"
 
 
 def test_bench_prints_a_table_and_refuses_wrong_numbers(
-    model_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_file: str, monkeypatch: pytest.MonkeyPatch, apollo: Apollo
 ) -> None:
     """What is measured is the harness's business; children find the target by its name."""
     asked: list[tuple[MeasuredTask, list[str]]] = []
@@ -371,36 +354,29 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
 
     monkeypatch.setattr(turns, "measure", measure)
     arguments = ["--variants", "eager,apollo", "--set", "batch=2", "--inference", "--dtype", "bfloat16"]
-    assert main(["bench", f"{model_file}:build", *arguments]) == 0
-    assert "measured in bfloat16 on a CPU" in capsys.readouterr().out
+    ran = apollo("bench", f"{model_file}:build", *arguments)
+    assert ran.code == 0 and "measured in bfloat16 on a CPU" in ran.out
     ((task, names),) = asked
-    assert (task.builder, task.mode, names) == (
-        "apollo_compile.tools.targets:load_target",
-        "inference",
-        ["eager", "apollo"],
-    )
-    assert task.dtype == "bfloat16"
+    assert (task.builder, task.mode) == ("apollo_compile.tools.targets:load_target", "inference")
+    assert (task.dtype, names) == ("bfloat16", ["eager", "apollo"])
     assert load_target(**task.arguments).inputs["image"].shape == (2, 64)
     difference["loss"] = 1.5
-    assert main(["bench", f"{model_file}:build", "--json"]) == 1
-    printed = capsys.readouterr()
-    assert len(json.loads(printed.out)["measurement"]["results"]) == 5
-    assert "wrong numbers, more than 1e-03 from eager: eager, inductor, inductor-max-autotune, apollo" in printed.err
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", f"{model_file}:build", "--variants", "magic"])
-    assert "unknown variant magic; known: eager" in capsys.readouterr().err
+    ran = apollo("bench", f"{model_file}:build", "--json")
+    assert ran.code == 1 and len(json.loads(ran.out)["measurement"]["results"]) == 5
+    assert "wrong numbers, more than 1e-03 from eager: eager, inductor, inductor-max-autotune, apollo" in ran.err
+    ran = apollo("bench", f"{model_file}:build", "--variants", "magic")
+    assert ran.code == 2 and "unknown variant magic; known: eager" in ran.err
 
 
 def _digest(loss: float) -> dict[str, Any]:
     return {LOSS: np.asarray(loss), "weight": np.ones(2, dtype=np.float32)}
 
 
-def test_doctor_prints_findings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_findings(apollo: Apollo) -> None:
     """As lines, or as JSON."""
-    status = main(["doctor"])
-    assert "torch: 2." in capsys.readouterr().out
-    assert main(["doctor", "--json"]) == status
-    assert {finding["subject"] for finding in json.loads(capsys.readouterr().out)} >= {"torch", "cores", "cache"}
+    lines, as_json = apollo("doctor"), apollo("doctor", "--json")
+    assert "torch: 2." in lines.out and lines.code == as_json.code
+    assert {finding["subject"] for finding in json.loads(as_json.out)} >= {"torch", "cores", "cache"}
 
 
 def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
@@ -416,19 +392,14 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (141, "")
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_package(apollo: Apollo) -> None:
     """As other tools tell theirs."""
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"apollo_compile {apollo_compile.__version__}\n"
+    assert apollo("--version")[:2] == (0, f"apollo_compile {apollo_compile.__version__}\n")
 
 
-def test_every_command_has_json_and_a_description(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["explain", "report", "bench", "calibrate", "doctor", "plan-diff"])
+def test_every_command_has_json_and_a_description(command: str, apollo: Apollo) -> None:
     """As the top of the file says."""
-    for command in ("explain", "report", "bench", "calibrate", "doctor", "plan-diff"):
-        with pytest.raises(SystemExit) as stopped:
-            main([command, "--help"])
-        assert stopped.value.code == 0
-        assert "--json" in (text := capsys.readouterr().out)
-        assert "?." not in text and ".." not in text.replace("...", "")
+    ran = apollo(command, "--help")
+    assert ran.code == 0 and "--json" in ran.out
+    assert "?." not in ran.out and ".." not in ran.out.replace("...", "")

@@ -13,9 +13,9 @@ from apollo_compile.cost_model.cells import COPIES, Estimate
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.json_form import from_json, to_json
-from apollo_compile.tools.cli import main
 from apollo_compile.tools.estimate import ERRORS, estimate, format_estimate
 from apollo_compile.tools.targets import ModelCall, default_loss
+from tests.tools.conftest import Apollo
 
 MODEL = """
 import torch
@@ -56,14 +56,8 @@ def found() -> Estimate:
 def test_every_number_of_devices_has_a_cell_per_number_of_stages(found: Estimate) -> None:
     """Three layers cannot be four stages."""
     assert [(cell.device, cell.devices, cell.stages) for cell in found.cells] == [
-        ("h100", 1, 1),
-        ("h100", 2, 1),
-        ("h100", 2, 2),
-        ("h100", 4, 1),
-        ("h100", 4, 2),
-        ("cpu64", 1, 1),
-        ("cpu64", 2, 1),
-        ("cpu64", 2, 2),
+        *(("h100", *each) for each in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2))),
+        *(("cpu64", *each) for each in ((1, 1), (2, 1), (2, 2))),
     ]
     assert all(cell.data * cell.tensor * cell.stages == cell.devices for cell in found.cells)
     assert found.batch == 64
@@ -96,17 +90,15 @@ def test_an_estimate_survives_its_file(found: Estimate) -> None:
     assert from_json(Estimate, json.loads(json.dumps(to_json(found)))) == found
 
 
-def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_or_json(tmp_path: Path, apollo: Apollo) -> None:
     """With the same Cells."""
     (tmp_path / "train.py").write_text(MODEL)
-    command = ["estimate", f"{tmp_path}/train.py:build", "--devices", "cpu64:1,2"]
-    assert main([*command, "--json", "--save", f"{tmp_path}/saved.json"]) == 0
-    printed = capsys.readouterr().out
-    assert (tmp_path / "saved.json").read_text() == printed.rstrip("\n")
-    cells = json.loads(printed)["cells"]
-    assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [cell["devices"] for cell in cells] == [1, 2, 2] == [int(line.split()[1]) for line in lines[4:7]]
+    command = ("estimate", f"{tmp_path}/train.py:build", "--devices", "cpu64:1,2")
+    as_json, table = apollo(*command, "--json", "--save", tmp_path / "saved.json"), apollo(*command)
+    assert as_json.code == table.code == 0
+    assert (tmp_path / "saved.json").read_text() == as_json.out.rstrip("\n")
+    shown = [int(line.split()[1]) for line in table.out.splitlines()[4:7]]
+    assert [cell["devices"] for cell in json.loads(as_json.out)["cells"]] == [1, 2, 2] == shown
 
 
 def test_a_device_without_a_profile_is_an_error() -> None:
@@ -129,8 +121,7 @@ def test_inputs_without_a_batch_are_an_error() -> None:
         (["--devices", "h100:1", "--link", "fast"], "expected SECONDS,BYTES, as in 10e-6,360e9, got 'fast'"),
     ],
 )
-def test_wrong_arguments_are_refused(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(option: list[str], message: str, apollo: Apollo) -> None:
     """Before torch is imported."""
-    with pytest.raises(SystemExit):
-        main(["estimate", "train.py:build", *option])
-    assert message in capsys.readouterr().err
+    ran = apollo("estimate", "train.py:build", *option)
+    assert ran.code == 2 and message in ran.err

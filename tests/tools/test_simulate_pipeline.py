@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from apollo_compile.tools.cli import main
+from tests.tools.conftest import Apollo
 
 CASE: dict[str, Any] = {
     "num_ranks": 4,
@@ -33,25 +33,24 @@ def case(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_is_simulated_and_drawn(case: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_simulated_and_drawn(case: Path, tmp_path: Path, apollo: Apollo) -> None:
     """Steps as a table; the page and the trace where they are asked for."""
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    assert main(["pipeline", "simulate", str(case), "--html", str(page), "--trace", str(trace)]) == 0
-    printed = capsys.readouterr().out
-    assert "four: 1f1b, 4 ranks, 4 stages, 8 micro-batches" in printed
-    rows = {line.split("  ")[0]: line.split() for line in printed.splitlines()}
+    ran = apollo("pipeline", "simulate", case, "--html", page, "--trace", trace)
+    assert ran.code == 0 and "four: 1f1b, 4 ranks, 4 stages, 8 micro-batches" in ran.out
+    rows = {line.split("  ")[0]: line.split() for line in ran.out.splitlines()}
     assert rows["without encoders"][2:4] == ["2.64", "s"]
     assert rows["fine"][1:5] == ["2.76", "s", "+120.00", "ms"]
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_facts_are_json(case: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_facts_are_json(case: Path, apollo: Apollo) -> None:
     """To the nanosecond."""
-    assert main(["pipeline", "simulate", str(case), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["without encoders"]["step_ns"] == 2_640_000_000
-    assert facts["fine"]["step_ns"] == 2_760_000_000
+    ran = apollo("pipeline", "simulate", case, "--json")
+    facts = json.loads(ran.out)
+    assert ran.code == 0
+    assert [facts[name]["step_ns"] for name in ("without encoders", "fine")] == [2_640_000_000, 2_760_000_000]
     assert set(facts["fine"]["replica_of"][0]) == {0, 1, 2, 3} and len(facts["fine"]["replica_of"][0]) == 8
 
 
@@ -66,24 +65,22 @@ def test_facts_are_json(case: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"encoders": [{**CASE["encoders"][0], "replicas": [[-1]]}]}, "replica on device -1"),
     ],
 )
-def test_what_is_no_pipeline_is_one_line(
-    case: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_pipeline_is_one_line(case: Path, change: dict[str, Any], message: str, apollo: Apollo) -> None:
     """With the field, and what to do."""
     case.write_text(json.dumps({**CASE, **change}))
-    assert main(["pipeline", "simulate", str(case)]) == 1
-    assert message in capsys.readouterr().err
+    ran = apollo("pipeline", "simulate", case)
+    assert ran.code == 1 and message in ran.err
 
 
-def test_a_limit_that_forbids_coarse_filling_is_said(case: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_that_forbids_coarse_filling_is_said(case: Path, apollo: Apollo) -> None:
     """Fine filling meets it."""
     case.write_text(json.dumps({**CASE, "encoders": [{**CASE["encoders"][0], "max_live": 1}]}))
-    assert main(["pipeline", "simulate", str(case)]) == 0
-    assert "coarse: not possible" in capsys.readouterr().out
+    ran = apollo("pipeline", "simulate", case)
+    assert ran.code == 0 and "coarse: not possible" in ran.out
 
 
-def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, apollo: Apollo) -> None:
     """With its name."""
-    assert main(["pipeline", "simulate", str(tmp_path / "none.json")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "none.json" in line
+    ran = apollo("pipeline", "simulate", tmp_path / "none.json")
+    (line,) = ran.err.splitlines()
+    assert ran.code == 2 and "none.json" in line

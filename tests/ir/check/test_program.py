@@ -9,11 +9,9 @@ import pytest
 
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import BufferId, Dependency, SegmentId, check
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.target.lanes import lane_catalogue
-from tests.builders import costs, graph, plan
+from tests.builders import costs, follow, graph, plan
 
 GRAPH = graph((), (), (0, 1))
 PLAN = plan(GRAPH, "AB*")
@@ -22,19 +20,14 @@ PLAN = plan(GRAPH, "AB*")
 def test_a_program_that_may_issue_collectives_in_another_order_is_refused() -> None:
     """A plan's times are predictions; only waits and lanes keep an order."""
     made = graph((), (), (0, 1), collectives=(0, 1))
-    table = costs(made, lane_catalogue(2), [10, 10], [10, 10], [10, 10])
-    side_by_side = plan(made, "AB*", costs=table)
-    syncs = eliminate_syncs(made, side_by_side)
-    memory = plan_memory(made, side_by_side, syncs)
-    program = emit_program(made, side_by_side, syncs, memory)
+    side_by_side = plan(made, "AB*", costs=costs(made, lane_catalogue(2), [10, 10]))
     with pytest.raises(InvariantError, match="may issue its collectives before those of segment 0"):
-        check.check_program(program, made, side_by_side, syncs, memory)
+        follow(made, side_by_side)
 
 
 def test_missing_and_superfluous_waits_are_refused() -> None:
     """Both directions, and dependencies that are listed nowhere."""
-    syncs = eliminate_syncs(GRAPH, PLAN)
-    check.check_syncs(syncs, GRAPH, PLAN)
+    syncs, *_ = follow(GRAPH, PLAN)
     first, second = syncs.waits
     with pytest.raises(InvariantError, match="nothing orders it after segment"):
         check.check_syncs(replace(syncs, waits=(first,), dropped=(second,)), GRAPH, PLAN)
@@ -53,9 +46,7 @@ def test_missing_and_superfluous_waits_are_refused() -> None:
 
 def test_broken_memory_plans_are_refused() -> None:
     """Released too early, twice, or not at all; an output released; peaks that cannot be."""
-    syncs = eliminate_syncs(GRAPH, PLAN)
-    memory = plan_memory(GRAPH, PLAN, syncs)
-    check.check_memory(memory, GRAPH, PLAN, syncs)
+    syncs, memory, _ = follow(GRAPH, PLAN)
     early = tuple(replace(hold, segment=SegmentId(0)) for hold in memory.holds)
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: replace(memory, holds=early), "without being ordered after its user"),
