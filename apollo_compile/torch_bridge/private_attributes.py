@@ -26,3 +26,8 @@ def have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
 def is_compiled_module(model: object) -> bool:
     """Return whether a module is the result of `torch.compile`."""
     return hasattr(model, "_orig_mod")
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written to, as autograd counts it; 0 for one that has no count."""
+    return 0 if tensor.is_inference() else tensor._version

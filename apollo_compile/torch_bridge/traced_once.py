@@ -27,10 +27,8 @@ from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from apollo_compile.torch_bridge.aot_graph import clone_graph
 
 _TRACERS = ("aot_dispatch_autograd_graph", "aot_dispatch_base_graph")
-"""Functions of AOTAutograd that trace a graph with its backward, and one without."""
-
-_ARGUMENTS = ("flat_fn", "flat_args", "flat_args_descs", "aot_config")
-"""Their arguments, besides the description of the graph, `fw_metadata`."""
+"""Functions of AOTAutograd that trace a graph with its backward, and one without; each has four more arguments than
+the description of the graph, `fw_metadata`."""
 
 _SET_BY_TRACERS = ("mutated_inp_stream_indices", "tangent_source_stack_traces")
 """Attributes of the description that they write."""
@@ -46,8 +44,8 @@ class _Trace:
     """Inputs, as `_describe` returns them."""
     written: Mapping[str, Any]
     """Attributes of the description that the tracer wrote."""
-    flat_args: Any
-    descriptions: Any
+    rest: tuple[Any, Any]
+    """Inputs for the compiler, and their descriptions."""
 
 
 class TracedOnce:
@@ -72,7 +70,7 @@ class TracedOnce:
         if known and (known.tracer, known.inputs) == (name, inputs) and known.metadata == fw_metadata:
             for attribute, value in known.written.items():
                 setattr(fw_metadata, attribute, value)
-            return known.graph, known.flat_args, known.descriptions, None
+            return known.graph, *known.rest, None
         before = {attribute: getattr(fw_metadata, attribute, None) for attribute in _SET_BY_TRACERS}
         has_effects = bool(fw_metadata.tokens)  # tracing may take them off
         graph, flat_args, descriptions, subclasses = made = trace(*args, fw_metadata=fw_metadata)
@@ -87,8 +85,7 @@ class TracedOnce:
                 metadata=metadata,
                 inputs=inputs,
                 written={each: value for each, value in after.items() if value is not before[each]},
-                flat_args=_copy(flat_args),
-                descriptions=_copy(descriptions),
+                rest=(_copy(flat_args), _copy(descriptions)),
             )
         return made
 
@@ -113,7 +110,7 @@ def _replaced_tracers() -> Iterator[None]:
 def _make_tracer(name: str, trace: Callable[..., Any]) -> Callable[..., Any]:
     def take(*args: Any, **kwargs: Any) -> Any:
         traced_once = _current.get()
-        if traced_once is None or len(args) < len(_ARGUMENTS) or kwargs.keys() != {"fw_metadata"}:
+        if traced_once is None or len(args) < 4 or kwargs.keys() != {"fw_metadata"}:
             return trace(*args, **kwargs)
         _current.set(None)  # passes over the graph trace patterns and what replaces them, whose inputs are alike
         return traced_once.take(name, trace, args, **kwargs)

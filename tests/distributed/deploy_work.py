@@ -104,6 +104,50 @@ class Blocks(nn.Module):
         return self.image(image) @ self.image(self.text(text)).T
 
 
+class Meeting(nn.Module):
+    """Returns its input; if ranks meet, the first one waits until the second has run."""
+
+    notes: dist.Store
+    has_begun = False
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Meeting.has_begun and self.is_first:
+            Meeting.notes.wait(["second"], PATIENCE)
+        elif Meeting.has_begun:
+            Meeting.notes.set("second", "")
+        return x
+
+
+class Late(Towers):
+    """A small module reads the first tower before the second is called."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.small = nn.Linear(WIDTH, WIDTH)
+        self.image, self.text = (
+            nn.Sequential(each, Meeting(is_first=each is self.image)) for each in (self.image, self.text)
+        )
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.small(self.image(image)) @ self.text(text).T
+
+
+class Writing(Towers):
+    """Writes to the input of a tower before the output is used, if it is told so."""
+
+    is_told = False
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        found = self.image(image)
+        if self.is_told:
+            image.add_(0)
+        return found @ self.text(text).T
+
+
 class Scenario(NamedTuple):
     """A model, its batch and its loss."""
 
@@ -243,9 +287,52 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
         with torch.no_grad():
             found[kind]["scores"] = scenario.loss_fn(alone(**scenario.batch)).item()
     found["accumulated"] = accumulate()
+    found["late"], found["shared"] = train_late(store), share()
     found["errors"] = errors()
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def train_late(notes: dist.Store) -> list[list[float]]:
+    """Return losses of one process, and of a tower per rank, of which one waits for the other in a step."""
+    torch.manual_seed(1)
+    batch = {"image": torch.randn(BATCH, WIDTH), "text": torch.randn(BATCH, WIDTH)}
+    scenario = Scenario(Late(), batch, diagonal_loss, ("image", "text"))
+    alone = copy.deepcopy(scenario.model)
+    options: dict[str, Any] = {"loss_fn": diagonal_loss, "modules": scenario.names, "link": Link(1e-4, 1e9)}
+    model = place(apollo_compile.deploy(scenario.model, batch, **options, seconds=1), scenario.names, "apart")
+    model = model.apply(scenario.model)
+    scores = model(**batch)  # ranks learn in it what modules return
+    Meeting.notes, Meeting.has_begun = notes, True
+    assert torch.allclose(model(**batch), scores)
+    Meeting.has_begun = False
+    return [train(alone, scenario), train(model, scenario)]
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "both devices": {"devices": 2, "first": 0, "units": 1},
+    "one device": {"devices": 1, "first": 1, "units": 1},
+}
+"""Groups of two modules that share the units of their devices."""
+
+
+def share() -> dict[str, dict[str, Any]]:
+    """Return losses, state and reported graphs of one process, and of modules that share devices."""
+    torch.set_num_threads(2)
+    scenario = make("mixed")
+    options: dict[str, Any] = {"loss_fn": diagonal_loss, "modules": scenario.names, "link": Link(1e-4, 1e9)}
+    plan = apollo_compile.deploy(scenario.model, scenario.batch, **options, seconds=1)
+    alone = copy.deepcopy(scenario.model)
+    found = {"": {"losses": train(alone, scenario), "state": dict(alone.state_dict())}}
+    for where, group in SHARED.items():
+        model, edited = copy.deepcopy(scenario.model), plan
+        for name in scenario.names:
+            edited = edited.move(name, **group)
+        losses = train(edited.apply(model, options={"runtime.bodies": "eager", "debug.strict": True}), scenario)
+        graphs = [graph.name for graph in apollo_compile.report(model).graphs]
+        found[where] = {"losses": losses, "state": dict(plan.full_state_dict(model)), "report": graphs}
+    torch.set_num_threads(1)
+    return found
 
 
 def accumulate() -> list[list[float]]:
@@ -300,6 +387,12 @@ def errors() -> dict[str, str]:
     statistics = deploy(normed, modules=["image", "text"])
     note("batch norm", lambda: statistics.move("image", first=0, devices=2))
     note("no pairs", lambda: statistics.move("text", first=0, devices=2, tensor=2))
+    writing = Writing(2, 2)
+    place(deploy(writing, modules=["image", "text"]), ("image", "text"), "apart").apply(writing)
+    with torch.no_grad():
+        writing(**scenario.batch)
+        writing.is_told = True
+        note("written", lambda: writing(**scenario.batch))
     blocks = make("blocks")
     divided = deploy(blocks.model, modules=blocks.names).move("image", first=0, devices=2, tensor=2)
     blocks.model.image[2].up = nn.Identity()  # type: ignore[union-attr, operator]

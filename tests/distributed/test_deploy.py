@@ -151,36 +151,75 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
     )
     assert str(plan).startswith("deployment on 4 devices of ") and " simulated: " in str(plan)
     sizes = {module.name: [mode.devices for mode in module.modes] for module in plan.deployment.work.modules}
-    assert sizes == {"image": [1, 2, 4], "text": [1], "code between the modules": [4]}
+    units = [mode.units for mode in plan.deployment.work.modules[1].modes]  # of all cores, a half and a quarter
+    assert sizes == {"image": [1, 2, 4] * len(units), "text": [1] * len(units), "code between the modules": [4]}
+    assert units == [torch.get_num_threads() >> power for power in range(len(units))]
     torch.testing.assert_close(towers.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
     assert towers.scale.grad == 3 and towers.image[0][0].weight.grad is None  # type: ignore[index]
     assert "forward" not in towers.image.__dict__
 
 
-def test_what_a_small_module_passes_on_is_read_too() -> None:
-    """It stays with the code between the others, unless it is named; times are given."""
-    chain = work.Chain()
-    chain.small = nn.Identity()
-    chain.forward = lambda image, text: chain.reader(chain.small(chain.encoder(image))) @ text.T  # type: ignore[method-assign]
+@pytest.mark.parametrize(
+    ("order", "named", "expected"),
+    [
+        (["encoder", "small", "reader"], None, {"encoder": (), "reader": ("encoder",)}),
+        (
+            ["encoder", "small", "reader"],
+            {"encoder", "small", "reader"},
+            {"encoder": (), "small": ("encoder",), "reader": ("encoder", "small")},
+        ),
+        (["encoder", "small", "apart"], None, {"encoder": (), "small": ("encoder",), "apart": ()}),
+        (["encoder", "small", "apart"], {"encoder", "apart"}, {"encoder": (), "small": ("encoder",), "apart": ()}),
+        (["encoder", "code", "apart"], None, {"encoder": (), "apart": ("encoder",)}),
+    ],
+)
+def test_small_modules_are_code_unless_a_later_module_would_wait_for_them(
+    order: list[str], named: set[str] | None, expected: dict[str, tuple[str, ...]]
+) -> None:
+    """A reader gets what was made before, a module apart does not; what code reads is waited for. Times are given."""
+    model = work.Chain()
+    model.small, model.apart = nn.Identity(), work.tower(2)
+
+    def forward(image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        found = image
+        for name in order:
+            if name == "apart":
+                found = found + model.apart(text)
+            else:
+                found = found * 2 if name == "code" else model.get_submodule(name)(found)
+        return found @ text.T
+
+    model.forward = forward  # type: ignore[method-assign]
     batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
-    trace = trace_step(chain, batch, work.diagonal_loss, ["encoder", "reader", "small"])
+    trace = trace_step(model, batch, work.diagonal_loss, [name for name in order if name != "code"])
     cluster = EqualDevices(devices=2, units=1, memory_bytes=None, link=Link(1e-5, 1e10))
     copies = copies_of(trace, cluster, None)
-    pieces = pieces_of(chain, batch, work.diagonal_loss, trace, copies, 2)
+    pieces = pieces_of(model, batch, work.diagonal_loss, trace, copies, 2)
     times = {key: (10, 20) if "small" in key else (1000, 2000) for key in pieces}  # type: ignore[operator]
-    shares = {
-        share: {
-            call.name: call.inputs for call in work_of(chain, trace, times, copies, cluster, 2, least_share=share).calls
-        }
-        for share in (0.02, 0.0)
-    }
-    assert shares == {
-        0.02: {"encoder": (), "reader": ("encoder",), REST: ("encoder", "reader")},
-        0.0: {
-            "encoder": (),
-            "small": ("encoder",),
-            "reader": ("encoder", "small"),
-            REST: ("encoder", "small", "reader"),
-        },
-    }
+    found = {call.name: call.inputs for call in work_of(model, trace, times, copies, cluster, 2, named).calls}
+    assert found == {**expected, REST: tuple(expected)}
+
+
+def test_a_rank_does_not_wait_for_others_before_it_has_computed_its_modules(ranks: list[dict[str, Any]]) -> None:
+    """A tower waits on one rank until the tower that the code calls later has run on the other."""
+    for rank in ranks:
+        alone, apart = rank["late"]
+        torch.testing.assert_close(apart, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", work.SHARED)
+def test_modules_that_share_a_device_are_one_graph(ranks: list[dict[str, Any]], where: str) -> None:
+    """With losses and parameters of one process; so is a module that two calls share."""
+    for rank in ranks:
+        expected, found = rank["shared"][""], rank["shared"][where]
+        torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found["state"], expected["state"], rtol=1e-3, atol=1e-5)
+    graphs = [len(rank["shared"][where]["report"]) for rank in ranks]
+    assert graphs == [2 if where != "one device" or rank == 1 else 0 for rank in range(work.SIZE)]
+
+
+def test_an_input_that_is_written_to_before_its_module_runs_is_an_error(ranks: list[dict[str, Any]]) -> None:
+    """And not a wrong number."""
+    for rank in ranks:
+        assert rank["errors"]["written"].startswith("DeploymentError: an input of module 'image' was written to before")

@@ -10,16 +10,24 @@ gradients are those of one process. The ranks of a replica have equal samples, o
 linear layers among them. FSDP2 shards the state of a module over its group.
 
 Note [Order of transfers]
-    Transfers are collectives of all ranks. They begin in the order of the model's code, and in the backward in reverse
-    (autograd runs the node that was made last first), so that they have one order on all ranks. A rank goes on while
-    outputs of other ranks are under way: an output is a tensor that waits when it is used first.
+    Transfers are collectives of all ranks. They begin in one order on all ranks, and in the backward in reverse
+    (autograd runs the node that was made last first). A rank goes on while outputs of other ranks are under way: an
+    output is a tensor that waits when it is used first.
+
+Note [Held calls]
+    In the model's forward, calls of placed modules are held back until code between the modules uses one of their
+    outputs. Then all held calls begin, level by level: first those that read no output of another. So a rank computes
+    its modules before it waits for those of others, in whatever order the code calls them. The calls of a level which a
+    rank computes, in plans that give modules shares of its units, are one graph for `torch.compile(backend="apollo")`:
+    its plan runs them side by side. The first call of a kind begins at once, since its outputs are not known before.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +39,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from apollo_compile.distributed.deploy.arriving import Arriving, arrived, arriving
 from apollo_compile.distributed.deploy.pairs import random_states
 from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import REST, Deployment, DeviceGroup, LinearPair
-from apollo_compile.torch_bridge.trees import flatten, map_tensors
+from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.private_attributes import times_written
+from apollo_compile.torch_bridge.trees import flatten, map_leaves, map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +55,6 @@ class _Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-
-
-class Arriving(torch.Tensor):
-    """A tensor that may be under way; the first function that reads it waits for it."""
-
-    plain: torch.Tensor
-    waits: list[Callable[[], Any]]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function on the tensors that have arrived."""
-        return func(*arrived(args), **arrived(kwargs or {}))
-
-
-def arriving(plain: torch.Tensor, waits: list[Callable[[], Any]]) -> torch.Tensor:
-    """Return a tensor that becomes `plain` when it is used, after some calls."""
-    found = plain.detach().as_subclass(Arriving)
-    found.plain, found.waits = plain, waits
-    return found
-
-
-def arrived(tree: Any) -> Any:
-    """Return a tree with plain tensors, after waiting for those under way."""
-
-    def wait(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, Arriving):
-            return tensor
-        while tensor.waits:
-            tensor.waits.pop()()
-        return tensor.plain
-
-    return map_tensors(wait, tree)
 
 
 class Subgroups:
@@ -132,18 +109,9 @@ class DividedModule:
         Raises:
             DeploymentError: ranks of a replica would draw different random numbers.
         """
-        names = [name for name, each in self.module.named_parameters() if each.requires_grad]
         before = random_states(self.device) if self.group.tensor > 1 else []
-        if self.peers is None or self.group.is_sharded or not (sums and names and torch.is_grad_enabled()):
-            found = self._call(*args, **kwargs)
-        else:
-            own = [self.module.get_parameter(name) for name in names]
-            parts = [each.to_local() if isinstance(each, DTensor) else each for each in own]
-            summed = list(_SumGradients.apply(self.peers, *parts))  # type: ignore[no-untyped-call]
-            for index, each in enumerate(own):
-                if isinstance(each, DTensor):
-                    summed[index] = DTensor.from_local(summed[index], each.device_mesh, each.placements)
-            found = torch.func.functional_call(self.module, dict(zip(names, summed, strict=True)), tuple(args), kwargs)
+        own = self.summed() if sums else {}
+        found = torch.func.functional_call(self._call, own, tuple(args), kwargs) if own else self._call(*args, **kwargs)
         if before and not all(map(torch.equal, before, random_states(self.device))):
             raise DeploymentError(
                 f"module {self.group.module!r} draws random numbers, which would differ among {self.group.tensor} "
@@ -151,6 +119,18 @@ class DividedModule:
             )
         # The last layer may have left the sum of its parts under way: a copy of that waits.
         return map_tensors(lambda each: each if type(each) is torch.Tensor else each.clone(), found)
+
+    def summed(self) -> dict[str, torch.Tensor]:
+        """Return the parameters as tensors whose gradients are summed over the replicas; empty if none are."""
+        own = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+        if self.peers is None or self.group.is_sharded or not own or not torch.is_grad_enabled():
+            return {}
+        parts = [each.to_local() if isinstance(each, DTensor) else each for each in own.values()]
+        sums = _SumGradients.apply(self.peers, *parts)  # type: ignore[no-untyped-call]
+        return {
+            name: DTensor.from_local(part, each.device_mesh, each.placements) if isinstance(each, DTensor) else part
+            for (name, each), part in zip(own.items(), sums, strict=True)
+        }
 
 
 class _Whole(nn.Module):
@@ -175,10 +155,15 @@ class _Placed(DividedModule):
     """A module that a group of ranks computes for all."""
 
     def __init__(
-        self, module: nn.Module, group: DeviceGroup, pairs: Sequence[LinearPair], subgroups: Subgroups
+        self,
+        module: nn.Module,
+        group: DeviceGroup,
+        pairs: Sequence[LinearPair],
+        subgroups: Subgroups,
+        calls: HeldCalls,
     ) -> None:
         super().__init__(module, group, pairs, subgroups)
-        self.original, self.is_inside = module.forward, False
+        self.original, self.is_inside, self.calls = module.forward, False, calls
         self.known: dict[Any, Any] = {}
         """Outputs by inputs, with `_Leaf` in place of tensors."""
 
@@ -198,41 +183,58 @@ class _Placed(DividedModule):
         """Compute the module, or receive its output."""
         if self.is_inside:
             return self.original(*args, **kwargs)
-        leaves, structure, build = flatten((arrived(args), arrived(kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        samples = next((each.shape[0] for each in tensors if each.dim()), 0)
+        leaves, structure, build = flatten((args, kwargs))
+        likes = [each.like if isinstance(each, Arriving) else each for each in leaves if isinstance(each, torch.Tensor)]
+        samples = next((each.shape[0] for each in likes if each.dim()), 0)
         if samples < len(self.heads):
             raise DeploymentError(
                 f"module {self.group.module!r} got {samples} samples for {len(self.heads)} replicas; expected at least "
                 "one for each: give larger batches, or move the module to fewer devices"
             )
+        is_moving = tuple(torch.is_grad_enabled() and each.requires_grad for each in likes)
+        key = (structure, tuple((tuple(each.shape), each.dtype) for each in likes), is_moving, torch.is_grad_enabled())
+        return self.calls.add(_Call(placed=self, leaves=leaves, build=build, samples=samples, key=key))
+
+    def enter(self, call: _Call) -> torch.Tensor:
+        """Let gradients of a call's inputs go to all ranks; return a token that links its outputs to that.
+
+        Ranks that do not compute the module do not wait for its inputs.
+        """
         has_gradients = torch.is_grad_enabled()
-        token = torch.zeros((), device=tensors[0].device, requires_grad=has_gradients)
-        moving = [
-            index
-            for index, leaf in enumerate(leaves)
-            if has_gradients and isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        token, *entered = _Enter.apply(self, samples, token, *(leaves[index] for index in moving))  # type: ignore[no-untyped-call]
-        for index, value in zip(moving, entered, strict=True):
-            leaves[index] = value
-        made: Any = None
         if self.is_member:
-            own_args, own_kwargs = build(
-                [
-                    self.part(leaf, self.subgroups.rank)
-                    if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (samples,)
-                    else leaf
-                    for leaf in leaves
-                ]
-            )
-            self.is_inside = True
-            try:
-                made = self.compute(own_args, own_kwargs)
-            finally:
-                self.is_inside = False
-        key = (structure, tuple((tuple(t.shape), t.dtype) for t in tensors), has_gradients, len(moving))
-        specs, _, rebuild = flatten(self._describe(key, made, samples))
+            call.leaves = arrived(call.leaves)
+        leaves = call.leaves = [each.plain if isinstance(each, Arriving) else each for each in call.leaves]
+        moving = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        token = torch.zeros((), device=self.device, requires_grad=has_gradients)
+        if has_gradients:
+            token, *entered = _Enter.apply(self, call.samples, token, *(leaves[index] for index in moving))  # type: ignore[no-untyped-call]
+            for index, value in zip(moving, entered, strict=True):
+                leaves[index] = value
+        return token
+
+    def own_inputs(self, call: _Call) -> Any:
+        """Return the arguments of a call with this rank's samples: positional ones, and others by name."""
+        return call.build(
+            [
+                self.part(leaf, self.subgroups.rank)
+                if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (call.samples,)
+                else leaf
+                for leaf in call.leaves
+            ]
+        )
+
+    def compute_own(self, call: _Call) -> Any:
+        """Return what the module makes of this rank's samples."""
+        args, kwargs = self.own_inputs(call)
+        self.is_inside = True
+        try:
+            return self.compute(args, kwargs)
+        finally:
+            self.is_inside = False
+
+    def leave(self, call: _Call, token: torch.Tensor, made: Any) -> Any:
+        """Begin to send what this rank made of a call, and to receive the rest; return the output."""
+        specs, _, rebuild = flatten(self._describe(call.key, made, call.samples))
         sent = [index for index, spec in enumerate(specs) if isinstance(spec, _Leaf)]
         values = flatten(made)[0] if self.is_member else [None] * len(specs)
         works: list[list[dist.Work]] = []
@@ -240,7 +242,7 @@ class _Placed(DividedModule):
             self, [specs[index] for index in sent], works, token, *(values[index] for index in sent)
         )
         for index, result, pending in zip(sent, results, works, strict=True):
-            specs[index] = arriving(result, [work.wait for work in pending])
+            specs[index] = arriving(result, result, [work.wait for work in pending], self.group.module)
         return rebuild(specs)
 
     def _describe(self, key: Any, made: Any, samples: int) -> Any:
@@ -262,6 +264,140 @@ class _Placed(DividedModule):
             dist.broadcast_object_list(told, group=self.subgroups.everyone, group_src=first)
             self.known[key] = told[0]
         return self.known[key]
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Call:
+    """A call of a placed module."""
+
+    placed: _Placed
+    leaves: list[Any]
+    """Of its arguments."""
+    build: Callable[[Sequence[Any]], Any]
+    """Builds the arguments of leaves."""
+    samples: int
+    key: Any
+    """Of its output among those that are known."""
+    held: list[Arriving] = field(default_factory=list)
+    """Its outputs, if it was held back."""
+    written: list[int] = field(init=False)
+    """How often its inputs had been written to before it."""
+
+    def __post_init__(self) -> None:
+        self.written = self.count_writes()
+
+    def count_writes(self) -> list[int]:
+        """Return how often each input that is there has been written to."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return [0 if isinstance(each, Arriving) else times_written(each) for each in tensors]
+
+
+class HeldCalls:
+    """Calls that begin when an output is used: Note [Held calls].
+
+    Arguments:
+        shares: whether modules share the units of a device.
+        options: of the backend that compiles calls which begin together.
+    """
+
+    def __init__(self, *, shares: bool, options: Mapping[str, Any]) -> None:
+        self._shares, self._options = shares, dict(options)
+        self._is_open = False
+        self._calls: list[_Call] = []
+        self._settings: tuple[Any, ...] = ()
+        """Gradients and autocast under which they were made."""
+        self._compiled: dict[tuple[_Placed, ...], Callable[..., Any]] = {}
+
+    def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward, in which calls are held back; elsewhere each begins at once."""
+        self._is_open = True
+        try:
+            found = original(*args, **kwargs)
+            self.begin()
+            return found
+        finally:
+            self._is_open = False
+            self._calls.clear()
+
+    def add(self, call: _Call) -> Any:
+        """Return the outputs of a call."""
+        kind = call.placed.device.type
+        settings = (torch.is_grad_enabled(), kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        specs = call.placed.known.get(call.key) if self._is_open else None
+        if specs is None or settings != self._settings:
+            self.begin()
+        if specs is None:
+            return self._run([call])[0]
+        self._settings = settings
+        self._calls.append(call)
+
+        def hold(spec: _Leaf) -> Arriving:
+            like = torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
+            call.held.append(arriving(None, like, [self.begin], call.placed.group.module))
+            return call.held[-1]
+
+        return map_leaves(_Leaf, hold, specs)
+
+    def begin(self) -> None:
+        """Begin the calls that were held back, level by level."""
+        calls, self._calls = self._calls, []
+        if changed := [call for call in calls if call.count_writes() != call.written]:
+            raise DeploymentError(
+                f"an input of module {changed[0].placed.group.module!r} was written to before the module ran, which it "
+                "does when an output is used: give it a copy"
+            )
+        while calls:
+            level = [
+                call for call in calls if not any(isinstance(x, Arriving) and x.plain is None for x in call.leaves)
+            ]
+            calls = [call for call in calls if call not in level]
+            has_gradients, kind, dtype, is_cast = self._settings
+            with torch.set_grad_enabled(has_gradients), torch.autocast(kind, dtype=dtype, enabled=is_cast):
+                results = self._run(level)
+            for call, result in zip(level, results, strict=True):
+                found = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Arriving)]
+                for held, here in zip(call.held, found, strict=True):
+                    held.plain, held.like, held.waits = here.plain, here.like, here.waits
+
+    def _run(self, calls: Sequence[_Call]) -> list[Any]:
+        """Return the outputs of calls that do not read each other's; all ranks begin the same calls."""
+        tokens = [call.placed.enter(call) for call in calls]
+        own = [call for call in calls if call.placed.is_member]
+        together = [call for call in own if self._shares and not call.placed.group.kind]
+        made = self._compute_together(together) if len(together) > 1 else {}
+        made |= {call: call.placed.compute_own(call) for call in own if call not in made}
+        return [call.placed.leave(call, token, made.get(call)) for call, token in zip(calls, tokens, strict=True)]
+
+    def _compute_together(self, calls: Sequence[_Call]) -> dict[_Call, Any]:
+        """Return what modules make of this rank's samples, computed by one graph."""
+        placed = tuple(call.placed for call in calls)
+        if placed not in self._compiled:
+            together = _Together(placed)
+            self._compiled[placed] = compile_apart(together, backend="apollo", dynamic=False, options=self._options)
+        for each in placed:
+            each.is_inside = True
+        try:
+            found = self._compiled[placed](
+                [each.summed() for each in placed], [call.placed.own_inputs(call) for call in calls]
+            )
+        finally:
+            for each in placed:
+                each.is_inside = False
+        return dict(zip(calls, found, strict=True))
+
+
+class _Together(nn.Module):
+    """Modules that are computed by one graph."""
+
+    def __init__(self, placed: Sequence[_Placed]) -> None:
+        super().__init__()
+        names = (f"{each.group.module.replace('.', '_')}_{number}" for number, each in enumerate(placed))
+        self.parts = nn.ModuleDict(dict(zip(names, (each.module for each in placed), strict=True)))
+
+    def forward(self, states: Sequence[dict[str, torch.Tensor]], inputs: Sequence[tuple[Any, dict[str, Any]]]) -> Any:
+        """Return the outputs by module; a state replaces a module's parameters."""
+        calls = zip(self.parts.values(), states, inputs, strict=True)
+        return [torch.func.functional_call(module, state, args, kwargs) for module, state, (args, kwargs) in calls]
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
@@ -367,7 +503,9 @@ _placed: weakref.WeakKeyDictionary[nn.Module, list[_Placed]] = weakref.WeakKeyDi
 """Modules that run on groups, by model."""
 
 
-def apply_deployment(deployment: Deployment, model: nn.Module, everyone: dist.ProcessGroup) -> nn.Module:
+def apply_deployment(
+    deployment: Deployment, model: nn.Module, everyone: dist.ProcessGroup, options: Mapping[str, Any]
+) -> nn.Module:
     """Let the modules of a model run on their groups, and return the model; all ranks call it.
 
     On ranks that do not compute a module, its parameters move to the device "meta" and take no memory.
@@ -394,10 +532,12 @@ def apply_deployment(deployment: Deployment, model: nn.Module, everyone: dist.Pr
                     f"the plan divides {own}.{name} over {degree} devices: expected a linear layer whose size is a "
                     f"multiple of that, got {layer}; plan again with deploy"
                 )
-    subgroups = Subgroups(everyone)
+    subgroups, units = Subgroups(everyone), deployment.cluster.units
+    calls = HeldCalls(shares=any(group.units < units for group in groups), options=options)
+    model.forward = functools.partial(calls.forward, model.forward)
     for group in groups:
         module = modules[group.module]
-        placed = _Placed(module, group, pairs_of[group.module], subgroups)
+        placed = _Placed(module, group, pairs_of[group.module], subgroups, calls)
         if not placed.is_member:
             module.to_empty(device="meta")
         module.forward = placed.run

@@ -32,7 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.distributed.deploy.apply import DividedModule, Subgroups, arrived, arriving, units_of
+from apollo_compile.distributed.deploy.apply import DividedModule, Subgroups, units_of
+from apollo_compile.distributed.deploy.arriving import Arriving, arriving
 from apollo_compile.distributed.deploy.pairs import are_equal, find_pairs
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.distributed.link import measure_link
@@ -87,8 +88,8 @@ def deploy(
         mesh: the devices: a mesh with one dimension, None for all ranks of the job, or a number of devices to simulate
             from times on this one.
         loss_fn: from the model's output to the loss.
-        modules: names of the modules to place; None is the children of the model but for those with little work, which
-            stay with the code between them, which every rank runs.
+        modules: names of the modules to place; None is the children of the model with more than a little work. Other
+            children stay with the code between these, which every rank runs, unless that would let a module wait.
         memory: bytes of each device for parameters, gradients, optimizer and activations; None is no limit.
         optimizer_states: tensors that the optimizer keeps per parameter, in its type.
         link: link between devices; None measures it on the mesh.
@@ -103,7 +104,8 @@ def deploy(
     if isinstance(mesh, int) and link is None:
         raise DeploymentError("a simulation on a number of devices needs a link: pass link=Link(latency, bandwidth)")
     with _unchanged(model):
-        trace = trace_step(model, batch, loss_fn, _names_of(model, modules))
+        names = _names_of(model, modules)
+        trace = trace_step(model, batch, loss_fn, [*names, *_others(model, names)])
         device = trace.device
         if link is None:
             link = measure_link(lambda each: dist.all_reduce(each, group=group), 2 * (size - 1), group, device)
@@ -116,8 +118,8 @@ def deploy(
         plan: list[Any] = [None]
         if group is None or dist.get_rank(group) == 0:
             try:
-                least = LEAST_SHARE if modules is None else 0.0
-                work = work_of(model, trace, times, copies, cluster, optimizer_states, least_share=least)
+                named = None if modules is None else set(names)
+                work = work_of(model, trace, times, copies, cluster, optimizer_states, named)
                 plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
             except ApolloError as error:
                 plan = [error]
@@ -178,6 +180,17 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
     return names
 
 
+def _others(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the other children of the model that may have devices of their own."""
+    chosen = {id(each) for name in names for each in model.get_submodule(name).parameters()}
+    return [
+        name
+        for name, child in model.named_children()
+        if not any(each == name or each.startswith(f"{name}.") for each in names)
+        and chosen.isdisjoint(map(id, child.parameters()))
+    ]
+
+
 # --------------------------------------------------------------------------------------------------------------- trace
 
 
@@ -190,8 +203,10 @@ class _Record:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: tuple[str, ...]
-    """Calls whose outputs were read before it, by code between the modules or by this one."""
+    read: frozenset[str]
+    """Calls whose outputs code between the modules had read."""
+    inputs: frozenset[str]
+    """Calls whose outputs it gets."""
     outputs: list[torch.Tensor]
     """Detached tensors of its output."""
     saved_bytes: int
@@ -235,7 +250,9 @@ def _record(
 ) -> Any:
     """Run a module's forward, and add the call to the trace."""
     count = sum(call.module_name == name for call in trace.calls)
-    args, kwargs = arrived(args), arrived(kwargs)
+    inputs = frozenset(each.source for each in leaves_of((args, kwargs)) if isinstance(each, Arriving))
+    read = frozenset(trace.read)
+    args, kwargs = map_tensors(lambda each: each.plain if isinstance(each, Arriving) else each, (args, kwargs))
     kept: dict[int, int] = {}
     """Bytes by storage."""
     parameters = {each.untyped_storage().data_ptr() for each in module.parameters()}
@@ -255,12 +272,14 @@ def _record(
         module=module,
         args=own_args,
         kwargs=own_kwargs,
-        inputs=tuple(call.name for call in trace.calls if call.name in trace.read),
+        read=read,
+        inputs=inputs,
         outputs=[each.detach() for each in _tensors(output)],
         saved_bytes=sum(kept.values()),
     )
     trace.calls.append(record)
-    return map_tensors(lambda each: arriving(each, [functools.partial(trace.read.add, record.name)]), output)
+    note = functools.partial(trace.read.add, record.name)
+    return map_tensors(lambda each: arriving(each, each, [note], record.name), output)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -303,7 +322,7 @@ def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
         calls = [call for call in trace.calls if call.module_name == name]
         trace.pairs[name] = find_pairs(module, calls[0].args, calls[0].kwargs, max(degrees, default=1))
         most = max((pair.degree for pair in trace.pairs[name]), default=1)
-        ways = [Division(devices=size, units=units) for size in sizes]
+        ways = [Division(devices=size, units=share) for share in _shares(trace.device, units) for size in sizes]
         ways += [Division(devices=n, units=units, tensor=t) for n in sizes for t in degrees if t <= most and n % t == 0]
         ways += [Division(devices=n, units=units, is_sharded=True) for n in sizes if degrees and n > 1]
         ways = [way for way in ways if all(_is_divisible(call, trace.samples, way) for call in calls)]
@@ -342,6 +361,11 @@ def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups
     return None if any(problems) else found
 
 
+def _shares(device: torch.device, units: int) -> list[int]:
+    """Return the numbers of units that a module is timed on: all of a device, half and a quarter of a CPU's."""
+    return [units >> power for power in range(3 if device.type == "cpu" else 1) if units >> power]
+
+
 class TimedPiece(NamedTuple):
     """Work to time: a forward, and the backward of what it returns."""
 
@@ -349,6 +373,8 @@ class TimedPiece(NamedTuple):
     work: Callable[[], Any]
     is_alone: bool
     """Whether a rank would run it alone; else the slowest rank of every repetition counts."""
+    units: int
+    """Threads on a CPU."""
 
 
 Times = Mapping[Hashable, tuple[int, int]]
@@ -364,14 +390,15 @@ def pieces_of(
     optimizer_states: int,
 ) -> dict[Hashable, TimedPiece]:
     """Return what is timed: the step, calls by name and division, updates."""
-    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(model, lambda: loss_fn(_call(model, batch)), is_alone=True)}
+    units = torch.get_num_threads()
+    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(model, lambda: loss_fn(_call(model, batch)), True, units)}
     for record in trace.calls:
         for way, copied in copies[record.module_name].items():
             args, kwargs = _first_part((record.args, record.kwargs), trace.samples, way)
             work = functools.partial(copied.run, args, kwargs)
-            pieces[record.name, way] = TimedPiece(copied.module, work, is_alone=way.devices == 1)
+            pieces[record.name, way] = TimedPiece(copied.module, work, way.devices == 1, way.units)
     for module in dict.fromkeys(own.module for ways in copies.values() for own in ways.values()):
-        pieces["update", module] = TimedPiece(module, _update_of(module, optimizer_states), is_alone=True)
+        pieces["update", module] = TimedPiece(module, _update_of(module, optimizer_states), True, units)
     return pieces
 
 
@@ -421,6 +448,8 @@ def measure(pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | No
             break
         for key, piece in pieces.items():
             piece.module.zero_grad()
+            if device.type == "cpu":
+                torch.set_num_threads(piece.units)
             if group is not None:
                 dist.barrier(group=group)
             watch.begin()
@@ -452,37 +481,36 @@ def work_of(
     copies: Copies,
     cluster: EqualDevices,
     optimizer_states: int,
-    *,
-    least_share: float,
+    named: set[str] | None,
 ) -> StepWork:
     """Return the work of the planner, with the code between the modules as the last call.
 
-    Modules with less than a share of the time of all are part of that code.
+    Without names, modules with less than a share of the time of all are part of that code, or follow others.
     """
     by_module: Counter[str] = Counter()
     alone = Division(devices=1, units=cluster.units)
     for call in trace.calls:
         by_module[call.module_name] += sum(times[call.name, alone])
-    least = least_share * by_module.total()
-    kept = [call for call in trace.calls if by_module[call.module_name] >= least and call.outputs]
+    least = LEAST_SHARE * by_module.total()
+    kept = calls_to_place(trace, named or {name for name, ns in by_module.items() if ns >= least})
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
-    names = [call.name for call in kept]
+    names = [call.name for call, _ in kept]
     rest = [max(0, times[REST][kind] - sum(times[name, alone][kind] for name in names)) for kind in (0, 1)]
     last = ModuleCall(name=REST, module=REST, inputs=tuple(names), forward_ns=(rest[0],), backward_ns=(rest[1],))
-    placed = {call.module_name: call.module for call in kept}
+    placed = {call.module_name: call.module for call, _ in kept}
     calls = [
         ModuleCall(
             name=call.name,
             module=call.module_name,
-            inputs=tuple(name for name in call.inputs if name in names),
+            inputs=inputs,
             sent_bytes=sum(each.nbytes for each in call.outputs),
             returned_bytes=sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad),
             activation_bytes=call.saved_bytes,
             forward_ns=tuple(times[call.name, way][0] for way in copies[call.module_name]),
             backward_ns=tuple(times[call.name, way][1] for way in copies[call.module_name]),
         )
-        for call in kept
+        for call, inputs in kept
     ]
 
     def mode(name: str, way: Division, own: Iterable[nn.Parameter], update_ns: int = 0) -> GroupMode:
@@ -506,3 +534,31 @@ def work_of(
     everywhere = mode(REST, Division(devices=cluster.devices, units=cluster.units), left)
     rest_state = ModuleState(name=REST, modes=(everywhere,))
     return StepWork(modules=(*map(state, placed), rest_state), calls=(*calls, last))
+
+
+def calls_to_place(trace: CallTrace, large: set[str]) -> list[tuple[_Record, tuple[str, ...]]]:
+    """Return the calls of modules to place, each with the earlier ones that it waits for.
+
+    These are the large modules, and small ones that read the output of a module while a large one which is called later
+    does not wait for them: as code between the modules they would let it wait.
+    """
+    calls = [call for call in trace.calls if call.outputs]
+    above: dict[str, frozenset[str]] = {}
+    for call in calls:
+        direct = call.inputs | call.read
+        above[call.name] = direct.union(*(above[name] for name in direct if name in above))
+    follow = {
+        call.module_name
+        for number, call in enumerate(calls)
+        if call.inputs
+        and any(other.module_name in large and call.name not in above[other.name] for other in calls[number + 1 :])
+    }
+    found: list[tuple[_Record, tuple[str, ...]]] = []
+    read: set[str] = set()
+    for call in calls:
+        needs = above[call.name] | read
+        if call.module_name in large | follow:
+            found.append((call, tuple(other.name for other, _ in found if other.name in needs)))
+        else:
+            read |= needs
+    return found

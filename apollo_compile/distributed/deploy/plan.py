@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -150,7 +151,9 @@ class DeploymentPlan:
         """Return a picture of the predicted step: devices as rows, time from left to right."""
         return render_svg(self.deployment)
 
-    def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    def apply(
+        self, model: nn.Module, mesh: DeviceMesh | None = None, *, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> nn.Module:
         """Let the modules of a model run on their groups, and return the model; all ranks call it before training.
 
         Every rank then calls the model and its loss with the whole batch. On ranks that do not compute a module, its
@@ -159,6 +162,7 @@ class DeploymentPlan:
         Arguments:
             model: the model that the plan was made for, with the same parameters on all ranks.
             mesh: the devices: a mesh with one dimension; None for all ranks of the job.
+            options: of the backend "apollo", which compiles the modules that share a device.
 
         Raises:
             DeploymentError: the plan is for another model or number of devices.
@@ -168,7 +172,7 @@ class DeploymentPlan:
 
         group = group_of(mesh)
         assert group is not None
-        return apply_deployment(self.deployment, model, group)
+        return apply_deployment(self.deployment, model, group, options)
 
     def full_state_dict(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters and buffers of all modules of a model that runs as planned; all ranks call it."""
