@@ -17,9 +17,11 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +31,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 import apollo_compile
 from apollo_compile.session.step.split import split_evenly
@@ -108,10 +111,13 @@ def compare(wrapper: str, name: str, count: int, arguments: argparse.Namespace) 
         assert isinstance(task, StepTask)
         takers.append(make(copy.deepcopy(task), WRAPPERS[wrapper]))
     rounds_ns: Times = ([], [])
+    shown = partial(
+        tqdm, desc=f"   {name} under {wrapper}", file=sys.stderr, mininterval=5, disable=dist.get_rank() > 0
+    )
     for take, _ in takers:
-        for _ in range(WARM_STEPS):
+        for _ in shown(range(WARM_STEPS)):
             take()
-    for number in range(arguments.rounds):
+    for number in shown(range(arguments.rounds)):
         for place in (0, 1) if number % 2 else (1, 0):
             dist.barrier()
             taken = []
