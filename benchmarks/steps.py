@@ -78,6 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, optimizer, count in itertools.product(args.workloads, args.optimizers, args.microbatches):
         batch = args.batch or BATCHES.get(name, 4)
         title = f"{name}, {args.size}, {optimizer}, batch {batch} in {count} micro-batches"
+        title += f", dropout {args.dropout}" * (args.dropout > 0)
         chosen = [each for each in args.variants if count > 1 or each.stepper != FULL_BATCH]
         if name in LEARNERS:
             if (optimizer, count) != (args.optimizers[0], args.microbatches[0]):
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
             optimizer, count, title = "its own", 1, f"{name}, {args.size}, batch {batch}"
             steppers = [(each, OF_LEARNERS.get(each.stepper)) for each in args.variants]
             chosen = [replace(each, stepper=stepper) for each, stepper in steppers if stepper is not None]
-        cases.append((title, make_task(name, args.size, batch, optimizer, count), chosen))
+        cases.append((title, make_task(name, args.size, batch, optimizer, count, args.dropout), chosen))
     measurements, wrong = measure_tasks(cases, args, is_judged)
     if len(measurements) > 1:
         print(f"\n{format_overview(measurements)}", flush=True)
@@ -94,15 +95,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def make_task(name: str, size: str, batch: int, optimizer: str, microbatches: int) -> MeasuredTask:
+def make_task(
+    name: str, size: str, batch: int, optimizer: str, microbatches: int, dropout: float = 0.0
+) -> MeasuredTask:
     """Return the task of a workload."""
     arguments = {"name": name, "size": size, "batch": batch, "optimizer": optimizer, "microbatches": microbatches}
+    if dropout:
+        arguments["dropout"] = dropout
     return MeasuredTask(builder="benchmarks.harness.whole_steps:build_task", arguments=arguments, compared=COMPARED)
 
 
 def is_judged(task: MeasuredTask, result: VariantResult) -> bool:
-    """Return whether the variant trains as the loop does."""
-    return result.variant != "inductor-full-batch" or task.arguments["name"] not in CONTRASTED
+    """Return whether the variant trains as the loop does: not where eager draws other random numbers."""
+    is_same_loss = result.variant != "inductor-full-batch" or task.arguments["name"] not in CONTRASTED
+    return is_same_loss and not task.arguments.get("dropout")
 
 
 def format_overview(measurements: Sequence[Measurement]) -> str:
@@ -140,6 +146,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help=f"samples of a step; default: {dict(BATCHES)}, else 4")
     parser.add_argument("--optimizers", type=names_of(("sgd", "adamw")), default=["adamw"], help="sgd, adamw")
     parser.add_argument("--microbatches", type=batch_sizes, default=[1, 4], help="numbers of micro-batches, e.g. 1,2,4")
+    parser.add_argument("--dropout", type=float, default=0.0, help="every dropout of a workload; default: 0")
     parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(KNOWN))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
     parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")

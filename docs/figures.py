@@ -113,7 +113,8 @@ def table_of_steps() -> str:
                 for name in ("eager", "inductor", "inductor-traced", "apollo-step")
             ]
             times[-1] = f"**{times[-1]}**"
-            name = f"{NAMES[task['name']]}, batch {task['batch']}"
+            dropout = f", dropout {task['dropout']}" if "dropout" in task else ""
+            name = f"{NAMES[task['name']]}, batch {task['batch']}{dropout}"
             rows.append(f"| {' | '.join((name, *times, interval_of(found['apollo-step'])))} |".replace("|  |", "| |"))
     return "\n".join(rows)
 

@@ -67,11 +67,13 @@ class StepTask:
     """Arguments of AdamW."""
 
 
-def build_task(*, name: str, size: str, batch: int, optimizer: str, microbatches: int) -> StepTask | Learner:
+def build_task(
+    *, name: str, size: str, batch: int, optimizer: str, microbatches: int, dropout: float = 0.0
+) -> StepTask | Learner:
     """Return a task on a workload, or a learner, with so many samples in a step."""
     if name in LEARNERS:
         return build_learner(name, size, batch=batch)
-    workload = build(name, size, batch=batch)
+    workload = build(name, size, batch=batch, dropout=dropout)
     draw_class_tokens(workload.model)
     constants = {key: value for key, value in workload.inputs.items() if not isinstance(value, Tensor)}
 
