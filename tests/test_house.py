@@ -287,7 +287,7 @@ BUDGETS = {
     "cluster": 1_400,
     "cost_model": 800,
     "device": 5_100,
-    "distributed": 4_800,
+    "distributed": 5_070,
     "ir": 1_800,
     "operators": 1_250,
     "passes": 2_900,
@@ -297,7 +297,7 @@ BUDGETS = {
     "store": 850,
     "target": 700,
     "tools": 3_500,
-    "torch_bridge": 5_500,
+    "torch_bridge": 5_515,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
@@ -314,7 +314,7 @@ SEVERAL_DEVICES = (
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_850, 5_560
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_880, 5_820
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 
