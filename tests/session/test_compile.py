@@ -71,14 +71,6 @@ def no_caches() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path) -> Iterator[None]:
-    """Let caches hold what this test compiles, and nothing else."""
-    with functorch_config.patch(enable_autograd_cache=True), torch.compiler.config.patch(cache_key_tag=str(tmp_path)):
-        counters.clear()
-        yield
-
-
 def code_of(model: Callable[..., torch.Tensor], x: torch.Tensor, **options: Any) -> list[str]:
     """Return what Inductor writes for a training step, but for the number of the graph in this process."""
     torch._dynamo.reset()
