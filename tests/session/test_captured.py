@@ -156,21 +156,10 @@ class Default:
         return self.models[0].state().stage is not Stage.MEASURING
 
 
-class Chain(nn.Module):
-    """Layers one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` after all layers."""
-        return self.layers(x)
-
-
 def chain() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a model without branches and its inputs."""
-    return Chain(), (torch.randn(4, 8, generator=torch.Generator().manual_seed(1)),)
+    layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    return layers, (torch.randn(4, 8, generator=torch.Generator().manual_seed(1)),)
 
 
 class Branches(nn.Module):
