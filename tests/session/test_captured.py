@@ -103,13 +103,7 @@ class Default:
     """A backend as `apollo` is, with tensors on the CPU and lanes on the stand-in."""
 
     def __init__(
-        self,
-        gpu: FakeGpu | None = None,
-        *,
-        found: str | None = None,
-        ranks: Ranks | None = None,
-        is_for_step: bool = False,
-        **options: Any,
+        self, gpu: FakeGpu | None = None, *, found: str | None = None, ranks: Ranks | None = None, **options: Any
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -118,7 +112,6 @@ class Default:
         self.models: list[CompiledModel] = []
         self._found = found
         self._ranks = ranks or Ranks(None)
-        self._is_for_step = is_for_step
         quick = {"plan.planner": "greedy", "partition.granularity": "module", "runtime.bodies": "python"}
         self._config = load_config({**quick, **options})
 
@@ -132,7 +125,6 @@ class Default:
             storages=storages_of(traced_tensors(graph_module, example_inputs)),
             ranks=self._ranks,
             clock=self.clock,
-            is_for_step=self._is_for_step,
         )
         self.models.append(model)
         compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
@@ -403,12 +395,6 @@ def num_replays(default: Default) -> int:
     return sum(gpu.log.count(("replay",)) for gpu in gpus.values())
 
 
-def fail_captures(default: Default, error: Exception) -> None:
-    """Let every capture from now on raise."""
-    for gpu in (default.gpu, *default.gpu.others.values()):
-        gpu.fail_capture = error
-
-
 @pytest.mark.parametrize("build", [branches, normalized])
 @pytest.mark.parametrize(
     "error",
@@ -425,7 +411,8 @@ def test_a_capture_that_fails_leads_to_torch_compile(
     default = Default(**{"debug.strict": False})
     loop = Loop(default, build)
     loop.step()
-    fail_captures(default, error)
+    for gpu in (default.gpu, *default.gpu.others.values()):
+        gpu.fail_capture = error
     for _ in range(5):
         loop.step()
     assert loop.ran[-3:] == 3 * [INDUCTOR] and default.models[0].falls_back
