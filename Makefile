@@ -12,7 +12,7 @@ NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
 LONE_TESTS := tests/cluster/test_run.py tests/distributed tests/native $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
-OTHER_TESTS := $(if $(TORCH),tests/end_to_end,$(LONE_TESTS:%=--ignore=%))
+OTHER_TESTS := $(if $(TORCH),tests/end_to_end tests/session,$(LONE_TESTS:%=--ignore=%))
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=

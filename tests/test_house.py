@@ -247,6 +247,14 @@ def test_no_file_mentions_a_place_of_one_machine(path: Path) -> None:
     assert not re.search(r"/(work|home|root|tmp|opt|Users)/", path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("room", ["autotune", "session"])
+def test_every_file_of_a_room_has_a_file_of_tests(room: str) -> None:
+    """At the same place under `tests`, so that whoever changes one knows where to look."""
+    files = [path.relative_to(PACKAGE) for path in FILES if PACKAGE / room in path.parents and path.stem != "__init__"]
+    twins = [PACKAGE.parent / "tests" / path.parent / f"test_{path.name}" for path in files]
+    assert len(files) > 5 and not [str(twin) for twin in twins if not twin.exists()]
+
+
 def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None:
     """Where there is one, they run."""
     torch = pytest.importorskip("torch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,11 @@ from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Standing, Variant, Verdict
 
 SERIAL, PLAN, INDUCTOR = Variant.SERIAL, Variant.PLAN, Variant.INDUCTOR
+LOOP, TRACED = Variant.LOOP, Variant.TRACED
 
 STEPS_PER_TURN = PER_CALL.steps_per_turn
+
+MS, S = 1_000_000, 1_000_000_000
 
 ENOUGH = 5 * MAX_ROUNDS * STEPS_PER_TURN * 3
 """Steps in which every comparison ends."""
@@ -160,3 +163,66 @@ def earlier(variant: str, *losers: str) -> Verdict:
         for place, name in enumerate((variant, *losers))
     )
     return Verdict(standings=standings, num_steps=30, is_remembered=True)
+
+
+class Subject:
+    """Steps that take a given time in milliseconds by variant, on a clock; candidates as the test says."""
+
+    def __init__(self, times: Mapping[Variant, float], *, share: float = 0.05, **rest: Any) -> None:
+        self.times = dict(times)
+        self.now_ns = 0
+        self.used: list[Variant] = []
+        self.kept: list[set[Variant]] = []
+        self.prepared: list[Variant] = []
+        self.verdicts: list[Verdict] = []
+        self.tuner = Tuner(
+            "a step",
+            budget=CompileBudget(share, self.clock),
+            tell=self.verdicts.append,
+            keep=self._keep,
+            clock=self.clock,
+            now_ns=self.clock,
+            **rest,
+        )
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def _keep(self, variants: Collection[Variant]) -> None:
+        self.kept.append(set(variants))
+
+    def late(self, variant: Variant, *, cost_s: float = 1.0, fails: bool = False, **rest: Any) -> Candidate:
+        """Return a candidate whose compile takes so long."""
+
+        def prepare() -> None:
+            self.prepared.append(variant)
+            self.now_ns += round(cost_s * S)
+            if fails:
+                raise CandidateError("no compiler")
+
+        return Candidate(variant=variant, prepare=prepare, cost_ns=round(cost_s * S), is_late=True, **rest)
+
+    def offer(self, *candidates: Variant | Candidate, incumbent: Variant = PLAN) -> None:
+        self.tuner.offer(
+            [each if isinstance(each, Candidate) else Candidate(variant=each) for each in candidates],
+            incumbent=incumbent,
+        )
+
+    def step(self) -> Variant:
+        """Take one step."""
+        is_skipped = self.tuner.skip_step()
+        variant = self.tuner.current if is_skipped else self.tuner.begin_step()
+        ns = round(self.times[variant] * MS)
+        self.now_ns += ns
+        if not is_skipped:
+            self.tuner.record(ns)
+        self.used.append(variant)
+        return variant
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    @property
+    def winners(self) -> Sequence[str]:
+        return [verdict.winner for verdict in self.verdicts]

@@ -3,124 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import pytest
 
 from apollo_compile.autotune import tuner
-from apollo_compile.autotune.candidates import MAX_STEP_NS, Candidate, CandidateError, CompileBudget
+from apollo_compile.autotune.candidates import Candidate
 from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_TURN
 from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
-from apollo_compile.autotune.tuner import ABANDONED_NS, Tuner
-from apollo_compile.ir import Variant, Verdict
-from tests.autotune.machine import INDUCTOR, PLAN, SERIAL, earlier
-
-LOOP, TRACED = Variant.LOOP, Variant.TRACED
-
-MS, S = 1_000_000, 1_000_000_000
+from apollo_compile.autotune.tuner import ABANDONED_NS
+from tests.autotune.machine import INDUCTOR, LOOP, MS, PLAN, SERIAL, TRACED, S, Subject, earlier
 
 ENOUGH = 1000
 """Steps in which every comparison ends."""
-
-
-class Subject:
-    """Steps that take a given time in milliseconds by variant, on a clock; candidates as the test says."""
-
-    def __init__(self, times: Mapping[Variant, float], *, share: float = 0.05, **rest: Any) -> None:
-        self.times = dict(times)
-        self.now_ns = 0
-        self.used: list[Variant] = []
-        self.kept: list[set[Variant]] = []
-        self.prepared: list[Variant] = []
-        self.verdicts: list[Verdict] = []
-        self.tuner = Tuner(
-            "a step",
-            budget=CompileBudget(share, self.clock),
-            tell=self.verdicts.append,
-            keep=self._keep,
-            clock=self.clock,
-            now_ns=self.clock,
-            **rest,
-        )
-
-    def clock(self) -> int:
-        return self.now_ns
-
-    def _keep(self, variants: Collection[Variant]) -> None:
-        self.kept.append(set(variants))
-
-    def late(self, variant: Variant, *, cost_s: float = 1.0, fails: bool = False, **rest: Any) -> Candidate:
-        """Return a candidate whose compile takes so long."""
-
-        def prepare() -> None:
-            self.prepared.append(variant)
-            self.now_ns += round(cost_s * S)
-            if fails:
-                raise CandidateError("no compiler")
-
-        return Candidate(variant=variant, prepare=prepare, cost_ns=round(cost_s * S), is_late=True, **rest)
-
-    def offer(self, *candidates: Variant | Candidate, incumbent: Variant = PLAN) -> None:
-        self.tuner.offer(
-            [each if isinstance(each, Candidate) else Candidate(variant=each) for each in candidates],
-            incumbent=incumbent,
-        )
-
-    def step(self) -> Variant:
-        """Take one step."""
-        is_skipped = self.tuner.skip_step()
-        variant = self.tuner.current if is_skipped else self.tuner.begin_step()
-        ns = round(self.times[variant] * MS)
-        self.now_ns += ns
-        if not is_skipped:
-            self.tuner.record(ns)
-        self.used.append(variant)
-        return variant
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step()
-
-    @property
-    def winners(self) -> Sequence[str]:
-        return [verdict.winner for verdict in self.verdicts]
-
-
-def test_there_is_nothing_to_compare_before_candidates_are_offered_and_of_a_single_one() -> None:
-    """The plan runs without a verdict; then the one is the verdict."""
-    subject = Subject({PLAN: 10, SERIAL: 10})
-    subject.run(10)
-    assert set(subject.used) == {PLAN} and not subject.tuner.is_settled and not subject.verdicts
-    subject.offer(SERIAL)
-    subject.step()
-    assert [str(verdict) for verdict in subject.verdicts] == ["segments in turn; nothing could be compared with it"]
-    assert subject.used[10:] == [SERIAL]
-
-
-def test_the_plan_runs_first_and_the_fastest_last() -> None:
-    """In every turn its candidate alone; the state tells the round and the times."""
-    subject = Subject({SERIAL: 13, PLAN: 10})
-    subject.offer(SERIAL, PLAN)
-    assert (subject.tuner.steps_left, subject.tuner.progress) == (8 * 6, "segments in turn, plan")
-    subject.run(4 * 3)
-    assert subject.used == 3 * [PLAN] + 6 * [SERIAL] + 3 * [PLAN]
-    subject.step()
-    assert (subject.tuner.steps_left, subject.tuner.progress) == (6 * 6 - 1, "segments in turn 13.00 ms, plan 10.00 ms")
-    assert 0.9 < subject.tuner.left_ns / (35 * 11.5e6) < 1.2
-    subject.run(ENOUGH)
-    assert subject.winners == [PLAN] and subject.tuner.is_settled
-    assert (subject.tuner.steps_left, subject.tuner.left_ns, subject.tuner.progress) == (0, 0, "")
-    assert subject.verdicts[0].summary == "1.30x as fast as segments in turn"
-    assert subject.kept[0] == {SERIAL, PLAN} and subject.kept[-1] == {PLAN}
-
-
-def test_equals_end_a_comparison_early_and_the_simplest_stays() -> None:
-    """Five rounds tell that they are equal."""
-    subject = Subject({LOOP: 10, SERIAL: 10, PLAN: 9.95})
-    subject.offer(LOOP, SERIAL, PLAN)
-    subject.run(ENOUGH)
-    assert subject.winners == [LOOP] and subject.verdicts[0].num_steps == 3 * 3 * MIN_ROUNDS
 
 
 def test_a_late_candidate_is_compiled_when_that_is_a_small_share_of_the_training_time() -> None:
@@ -147,18 +41,6 @@ def test_without_a_share_nothing_late_is_ever_compiled() -> None:
     subject.offer(subject.late(INDUCTOR, cost_s=0.0), SERIAL, PLAN)
     subject.run(10 * ENOUGH)
     assert subject.prepared == [] and subject.winners == [PLAN]
-
-
-def test_a_pause_is_no_training_time() -> None:
-    """A notebook that waits for its user for a day has trained for a minute meanwhile."""
-    budget_clock = [0]
-    budget = CompileBudget(0.05, lambda: budget_clock[0])
-    budget.note_steps()
-    budget_clock[0] = 24 * 3600 * S
-    budget.note_steps()
-    assert budget.allows(MAX_STEP_NS // 20) and not budget.allows(MAX_STEP_NS // 20 + 1)
-    budget.spend(1)
-    assert not budget.allows(MAX_STEP_NS // 20)
 
 
 def test_an_urgent_candidate_is_compiled_before_the_verdict() -> None:
@@ -237,17 +119,6 @@ def test_the_winner_of_an_earlier_process_is_compiled_first(fails: bool, caplog:
         assert "comparing again without Inductor, the fastest of an earlier run: no compiler" in caplog.text
     else:
         assert set(subject.used) == {INDUCTOR}
-
-
-def test_too_few_rounds_leave_the_incumbent() -> None:
-    """Steps that something else took are no rounds."""
-    subject = Subject({LOOP: 20, PLAN: 10})
-    subject.offer(LOOP, PLAN, incumbent=LOOP)
-    for _ in range(ENOUGH):
-        variant = subject.tuner.begin_step()
-        if variant == LOOP:
-            subject.tuner.record(20 * MS)
-    assert subject.winners == [LOOP] and subject.verdicts[0].standings[0].num_rounds == 0
 
 
 def test_a_verdict_of_an_earlier_process_is_adopted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from apollo_compile.device.cpu.execute import most_units
 from apollo_compile.ir import Variant
-from apollo_compile.session.step.collectives import fill_buckets
 from tests.distributed import steps, work
 from tests.distributed.conftest import Seen, needs_gloo, run_ranks
 
@@ -190,14 +188,3 @@ def test_a_mesh_that_cannot_average_is_an_error(seen: Seen) -> None:
     for result in seen("wrong meshes"):
         assert "mesh has 2 dimensions; expected one" in result["square"] and "mesh['data']" in result["square"]
         assert "cannot average gradients of a DistributedDataParallel over a mesh" in result["wrapped"]
-
-
-def test_buckets_are_filled_in_order() -> None:
-    """Each of one dtype, and of the least size unless nothing is left."""
-    sizes = [10, 30, 5, 5, 100, 1]
-    parameters = [torch.zeros(size, dtype=torch.int8) for size in sizes]
-    assert fill_buckets(range(6), parameters, 40) == [[0, 1], [2, 3, 4], [5]]
-    parameters[3] = parameters[3].to(torch.uint8)
-    assert fill_buckets(range(6), parameters, 40) == [[0, 1], [2, 4], [3], [5]]
-    for least in range(1, 200, 7):
-        assert sorted(itertools.chain(*fill_buckets(range(6), parameters, least))) == list(range(6))

@@ -26,7 +26,7 @@ EAGER = {
 """Bodies that take no time to compile, plans that take little, and the program from the second step on."""
 
 compile_step = partial(public.compile_step, keep_gradients=True)
-"""Leaves gradients where these tests look for them; what happens to them otherwise: `test_step_gradients.py`."""
+"""Leaves gradients where these tests look for them; what happens to them otherwise: `session/step/test_program.py`."""
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from apollo_compile.ir import (
-    Assignment,
     BodyId,
     CostTable,
-    Lane,
-    LaneId,
-    Mode,
     Observation,
     Observations,
-    Origin,
     Plan,
-    Quota,
-    Role,
-    Segment,
     SegmentGraph,
     SegmentId,
     Span,
     Trace,
-    Work,
 )
+from apollo_compile.planner.problem import ExecutionMode as TaskMode
+from apollo_compile.planner.problem import Interference, Problem, Task, TaskSchedule
+from apollo_compile.planner.simulate import execute
 from apollo_compile.session.monitor import (
     LEAST_WEIGHT,
     MAX_STEP,
@@ -35,61 +30,27 @@ from apollo_compile.session.monitor import (
     observe_trace,
     should_replan,
 )
+from apollo_compile.target.lanes import lane_catalogue
+from tests.builders import costs, graph, plan
 
 
 def _graph(*bodies: int) -> SegmentGraph:
-    segments = tuple(
-        Segment(
-            id=SegmentId(number),
-            name=f"s{number}",
-            module="",
-            body=BodyId(body),
-            inputs=(),
-            outputs=(),
-            after=(),
-            work=Work(),
-        )
-        for number, body in enumerate(bodies)
-    )
-    return SegmentGraph(name="g", role=Role.FORWARD, segments=segments, buffers=(), inputs=(), outputs=())
+    return graph(*[()] * len(bodies), bodies=bodies)
 
 
-def _plan(*lanes: int) -> Plan:
-    """Segment i on lane `lanes[i]`; lane 0 has two units, lanes 1 and 2 have one each."""
-    return Plan(
-        origin=Origin.GREEDY,
-        lanes=(Lane(id=LaneId(0), units=(0, 1)), Lane(id=LaneId(1), units=(0,)), Lane(id=LaneId(2), units=(1,))),
-        assignments=tuple(
-            Assignment(
-                segment=SegmentId(number),
-                lane=LaneId(lane),
-                quota=Quota(units=2 if lane == 0 else 1, memory_bytes=0),
-                start_ns=0,
-                duration_ns=1,
-            )
-            for number, lane in enumerate(lanes)
-        ),
-        makespan_ns=1,
-        undisturbed_ns=1,
-        serial_ns=1,
-        lower_bound_ns=0,
-    )
+def _plan(letters: str) -> Plan:
+    """A plan of independent segments; lane `*` has two units, `A` and `B` have one each."""
+    return plan(graph(*[()] * len(letters)), letters)
 
 
 def _costs(
     *durations_ns: int, share: float = 0.0, slowdown: tuple[tuple[float, float], tuple[float, float]] | None = None
 ) -> CostTable:
     """Segment i takes `durations_ns[i]` on one unit and half of it on two."""
-    return CostTable(
-        modes=tuple(
-            tuple(
-                Mode(units=units, duration_ns=duration // units, memory_bytes=0, memory_share=share) for units in (1, 2)
-            )
-            for duration in durations_ns
-        ),
-        handover_ns=0,
-        slowdown=slowdown or ((1.0, 1.0), (1.0, 1.0)),
-    )
+    rows = [[duration, duration // 2] for duration in durations_ns]
+    table = costs(graph(*[()] * len(rows)), lane_catalogue(2), *rows)
+    modes = tuple(tuple(replace(mode, memory_share=share) for mode in row) for row in table.modes)
+    return replace(table, modes=modes, slowdown=slowdown or ((1.0, 1.0), (1.0, 1.0)))
 
 
 def _trace(plan: Plan, *durations_ns: int) -> Trace:
@@ -102,17 +63,17 @@ def _trace(plan: Plan, *durations_ns: int) -> Trace:
 
 def _watch(durations_ns: list[int]) -> Observation:
     """Run one segment with these durations."""
-    graph, plan, observations = _graph(0), _plan(1), Observations()
+    made, planned, observations = _graph(0), _plan("A"), Observations()
     for duration in durations_ns:
-        observations = observe_trace(_trace(plan, duration), plan, graph, _costs(100), observations)
+        observations = observe_trace(_trace(planned, duration), planned, made, _costs(100), observations)
     (entry,) = observations.entries
     return entry
 
 
 def test_equal_segments_share_an_entry_and_units_keep_them_apart() -> None:
     """Two layers with one body on one lane each, and one on both units."""
-    graph, plan = _graph(4, 4, 4, 2), _plan(1, 2, 0, 0)
-    observations = observe_trace(_trace(plan, 100, 120, 70, 30), plan, graph, _costs(*[100] * 4), Observations())
+    made, planned = _graph(4, 4, 4, 2), _plan("AB**")
+    observations = observe_trace(_trace(planned, 100, 120, 70, 30), planned, made, _costs(*[100] * 4), Observations())
     assert observations.entries == (
         Observation(body=BodyId(2), units=2, count=1, median_ns=30),
         Observation(body=BodyId(4), units=1, count=2, median_ns=110),
@@ -123,7 +84,7 @@ def test_equal_segments_share_an_entry_and_units_keep_them_apart() -> None:
 def test_entries_without_new_samples_stay() -> None:
     """A program that no longer runs a body says nothing about it."""
     kept = Observation(body=BodyId(9), units=1, count=3, median_ns=5)
-    plan = _plan(1)
+    plan = _plan("A")
     observations = observe_trace(_trace(plan, 100), plan, _graph(0), _costs(100), Observations(entries=(kept,)))
     assert observations.entries == (Observation(body=BodyId(0), units=1, count=1, median_ns=100), kept)
 
@@ -158,18 +119,14 @@ def test_a_lasting_change_is_followed() -> None:
 
 def test_what_a_neighbour_cost_is_taken_out() -> None:
     """Memory beside memory takes 1.5 times as long; the shorter span had its neighbour all along, the longer half."""
-    graph, plan = _graph(0, 1), _plan(1, 2)
+    made, planned = _graph(0, 1), _plan("AB")
     table = _costs(100, 100, share=1.0, slowdown=((1.0, 1.0), (1.0, 1.5)))
-    observations = observe_trace(_trace(plan, 150, 300), plan, graph, table, Observations())
+    observations = observe_trace(_trace(planned, 150, 300), planned, made, table, Observations())
     assert [entry.median_ns for entry in observations.entries] == [100, 240]
 
 
 def test_neighbours_cost_what_the_simulator_says() -> None:
     """Measuring an executed schedule gives back the durations it was made from."""
-    from apollo_compile.planner.problem import ExecutionMode as TaskMode
-    from apollo_compile.planner.problem import Interference, Problem, Task, TaskSchedule
-    from apollo_compile.planner.simulate import execute
-
     slowdown = ((1.1, 1.2), (1.3, 1.9))
     problem = Problem(
         tasks=tuple(
@@ -183,7 +140,7 @@ def test_neighbours_cost_what_the_simulator_says() -> None:
         interference=Interference(slowdown=slowdown),
     )
     execution = execute(problem, TaskSchedule(modes=(1, 1), starts=(0, 0), makespan=100_000))
-    plan = _plan(1, 2)
+    plan = _plan("AB")
     trace = _trace(plan, *(end - start for start, end in zip(execution.starts, execution.ends, strict=True)))
     table = _costs(100_000, 100_000, share=0.4, slowdown=slowdown)
     observations = observe_trace(trace, plan, _graph(0, 1), table, Observations())
@@ -193,7 +150,7 @@ def test_neighbours_cost_what_the_simulator_says() -> None:
 
 def test_a_plan_stands_until_its_durations_are_wrong() -> None:
     """Only the modes that it uses count, by their share of its time."""
-    plan = _plan(1, 0)
+    plan = _plan("A*")
     within, beyond = round(1_500 * TOLERANCE * 0.9), round(1_500 * TOLERANCE * 1.2)
     assert not should_replan(plan, _costs(1_000, 1_000), _costs(1_000 + within, 1_000))
     assert should_replan(plan, _costs(1_000, 1_000), _costs(1_000 + beyond, 1_000))
@@ -203,5 +160,5 @@ def test_a_plan_stands_until_its_durations_are_wrong() -> None:
 
 def test_plans_with_the_same_lanes_and_order_are_the_same_placement() -> None:
     """Times do not matter."""
-    assert is_same_placement(_plan(1, 2), _plan(1, 2))
-    assert not is_same_placement(_plan(1, 2), _plan(2, 1))
+    assert is_same_placement(_plan("AB"), _plan("AB"))
+    assert not is_same_placement(_plan("AB"), _plan("BA"))

@@ -23,7 +23,7 @@ from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_road import Branches, BusyGpu, interpret_plainly
+from tests.session.test_captured import Branches, BusyGpu, interpret_plainly
 
 PROGRAM = {
     "debug.strict": True,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,19 +13,10 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile.errors import TargetError
-from apollo_compile.session import registry
 from apollo_compile.tools.explain import explain
 from tests.end_to_end.models import Tower, TwoTowers, two_tower_inputs
 
 GREEDY = {"plan.planner": "greedy", "plan.time_limit_s": 0.2}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
 
 
 class Busy(nn.Module):
@@ -236,59 +225,21 @@ def test_what_cannot_be_planned_is_one_error() -> None:
         apollo_compile.report(torch.ones(2))  # type: ignore[arg-type]
 
 
-class _Moves(nn.Module):
-    """Writes to a parameter and to a buffer in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
+class Moving(Busy):
+    """Busy, and writes to a parameter too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.linear.weight.data.mul_(0.5)
-        return self.norm(self.linear(x))
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("through_method", [False, True])
 def test_what_a_forward_writes_is_written_to_a_copy(through_method: bool) -> None:
     """Parameters and buffers, whether the module is called or one of its methods."""
-    model = _Moves()
+    model = Moving()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     explain(model.forward if through_method else model, (torch.randn(4, 8),))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-class Similarities(nn.Module):
-    """A module without parameters."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        z = x @ y.T
-        torch._dynamo.graph_break()
-        return z @ y
-
-
-def similarities(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the similarities of all pairs, in two graphs."""
-    z = x @ y.T
-    torch._dynamo.graph_break()
-    return z @ y
-
-
-@pytest.mark.parametrize(
-    "run", [similarities, Similarities(), Similarities().forward], ids=["function", "module", "method"]
-)
-def test_what_has_no_parameters_has_a_report(run: Any) -> None:
-    """By its code, behind a graph break too; compiled or not."""
-    options = {"plan.planner": "serial", "plan.autotune": False, "runtime.bodies": "eager"}
-    inputs = (torch.ones(64, 64), torch.ones(64, 64))
-    compiled = torch.compile(run, backend="apollo", options=options)
-    others = registry.find_models(run)  # torch keeps the graph before a break, a reset notwithstanding
-    with torch.no_grad():
-        torch.compile(Halves(), backend="apollo", options=options)(*inputs)
-        compiled(*inputs)
-    graphs = apollo_compile.report(compiled).graphs
-    assert len(graphs) == len(others) + 2
-    assert apollo_compile.report(run).graphs == graphs
 
 
 def test_a_plan_that_cannot_be_made_is_a_reason() -> None:

@@ -1,8 +1,7 @@
-"""Training steps whose loss function reads numbers from tensors, or fails: what is not one graph runs in pieces."""
+"""The compiled loss function: which batches have a graph of their own, and what is not one graph, or fails."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import re
@@ -13,11 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 from apollo_compile.ir import Variant
-from apollo_compile.tools.explain_step import explain_step
-from tests.end_to_end.twins import EAGER, Batch, Twins, compile_step, layer
+from tests.end_to_end.twins import (
+    EAGER,
+    Batch,
+    Twins,
+    chain_batch,
+    chain_loss,
+    compile_step,
+    layer,
+    ran_as_program,
+    state_of,
+)
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -45,13 +54,6 @@ def cuts_by_a_number(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the loss of as many words as a tensor says."""
     x = model(batch["x"][:, : batch["lengths"][0].item()])
     return (x @ x.mT).square().mean()  # here
-
-
-def cuts_by_a_list(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss of texts of different lengths."""
-    first, second = batch["lengths"][:2].tolist()
-    texts = [model(batch["x"][:1, :first]), model(batch["x"][1:2, :second])]
-    return sum(((text @ text.mT).square().mean() for text in texts), torch.zeros(()))  # here
 
 
 def divides_by_a_number(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -116,7 +118,6 @@ def line_of(function: Callable[..., Any]) -> str:
 FORMS = [
     (asks_for_a_number, layer, line_of(asks_for_a_number)),
     (cuts_by_a_number, layer, line_of(cuts_by_a_number)),
-    (cuts_by_a_list, layer, line_of(cuts_by_a_list)),
     (divides_by_a_number, layer, line_of(divides_by_a_number)),
     (trims_to_the_longest, layer, line_of(trims_to_the_longest)),
     (loops_as_often_as_a_number_says, layer, line_of(loops_as_often_as_a_number_says)),
@@ -140,15 +141,6 @@ def test_a_loss_function_that_reads_a_number_runs_in_pieces_and_a_line_says_wher
     (line,) = {each.getMessage() for each in caplog.records if "stays a loop" in each.getMessage()}
     assert re.search(f"the loss function is not one graph: .* in .*{place}", line), line
     assert [verdict.partition(":")[0] for verdict in twins.step.verdicts] == [Variant.LOOP]
-
-
-@pytest.mark.parametrize(("loss_fn", "make", "place"), [FORMS[0], FORMS[-1]])
-def test_such_a_step_is_explained_as_a_loop(
-    loss_fn: Callable[..., torch.Tensor], make: Callable[[], nn.Module], place: str
-) -> None:
-    """With the reason and the place, as it will run."""
-    (state,) = explain_step(make(), loss_fn, batch_of(0), microbatches=2, options=EAGER).states
-    assert re.search(f"{Variant.LOOP}: the loss function is not one graph: .* in .*{place}", state.detail)
 
 
 def test_a_number_that_a_program_reads_is_that_of_its_batch() -> None:
@@ -195,16 +187,59 @@ def test_errors_of_the_loss_function_reach_the_user_after_one_call() -> None:
             raise RefusedError("five")
         return plain_loss(model, batch)
 
-    torch._dynamo.reset()
-    model = layer()
-    step = compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), options=EAGER)
-    before = copy.deepcopy(model.state_dict())
+    model, batch = layer(), batch_of(0)
+    step = compile_step(model, loss_fn, SGD(model.parameters()), options=EAGER)
+    before = state_of(model)
     with pytest.raises(RefusedError, match=r"^five$"):
-        step({**batch_of(0), "x": batch_of(0)["x"][:, :5]})
+        step({**batch, "x": batch["x"][:, :5]})
     assert num_calls == 1
     with pytest.raises(RuntimeError, match=r"fake tensor|cannot be multiplied"):
-        step({**batch_of(0), "x": batch_of(0)["x"][..., :4]})
+        step({**batch, "x": batch["x"][..., :4]})
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     for seed in range(3):
         step(batch_of(seed))
     assert step.verdicts == [Variant.PLAN]
+
+
+def test_frequent_kinds_of_batches_get_programs_until_dynamo_compiles_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Which it says once; further sizes run as those that are rare."""
+    twins = Twins(layer)
+    for seed, size in enumerate([size for size in range(4, 16) for _ in range(4)]):
+        twins.take(chain_batch(seed, size))
+    assert len(twins.step.tuners) == torch._dynamo.config.recompile_limit and not twins.step.reasons_for_loops
+    assert sum("hit config" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_whose_size_changes_in_every_step_are_compiled_for_all_sizes(count: int) -> None:
+    """As lengths of texts do; once a size has come three times, it has a program."""
+    twins = Twins(layer, count=count)
+    counters.clear()
+    for seed, size in enumerate([*range(8, 30, 2), 12, 12, 12]):
+        twins.take(chain_batch(seed, size))
+        most = 3 if seed < 12 else 4  # the first size, one for others, all sizes; and a frequent one
+        assert counters["stats"]["unique_graphs"] <= most
+    assert len(twins.step.tuners) == 2 and counters["stats"]["unique_graphs"] == 4
+
+
+def test_parts_of_different_sizes_are_compiled_for_all_sizes() -> None:
+    """As where a batch is split by length."""
+
+    def split(batch: Batch, count: int) -> list[Batch]:
+        rows = len(batch["x"]) // 2 - 1
+        return [{name: each[part] for name, each in batch.items()} for part in (slice(rows), slice(rows, None))]
+
+    twins = Twins(layer, count=2, split=split)
+    counters.clear()
+    for seed, size in enumerate(range(10, 40, 2)):
+        twins.take(chain_batch(seed, size))
+    assert counters["stats"]["unique_graphs"] <= 6
+
+
+def test_every_step_of_a_process_may_be_a_program() -> None:
+    """Dynamo's limit of compiles is for each of them, as in a sweep over settings."""
+    steps = [compile_step(layer(), chain_loss, options=EAGER) for _ in range(10)]
+    for step in steps:
+        for seed in range(2):
+            step(chain_batch(seed, 4))
+    assert all(ran_as_program(step) for step in steps)

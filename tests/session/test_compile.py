@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -69,14 +68,6 @@ def a_batch(model: nn.Module) -> torch.Tensor:
 def no_caches() -> Iterator[None]:
     """Let everything be compiled, whatever an earlier test has compiled."""
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-        yield
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path) -> Iterator[None]:
-    """Let caches hold what this test compiles, and nothing else."""
-    with functorch_config.patch(enable_autograd_cache=True), torch.compiler.config.patch(cache_key_tag=str(tmp_path)):
-        counters.clear()
         yield
 
 
@@ -230,23 +221,6 @@ def test_a_fallback_comes_from_torchs_own_caches_and_leaves_its_code_there(own_c
     assert train_with("apollo", options=USUAL) == (0, 2)
     assert train_with("inductor") == (1, 0)
     assert train_with("apollo", options=USUAL)[1] == 0
-
-
-def test_that_a_graph_falls_back_is_remembered(
-    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The next process plans nothing to find out, and says the same."""
-    model = Product()
-    x = a_batch(model)
-    options = {**USUAL, "plan.remember": True, "device.cache": tmp_path, "device.profile": "cpu"}
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        for _ in range(2):
-            train(model, lambda run: run(x).square().mean(), steps=1, backend="apollo", options=options)
-            first = registry.compiled_models()[-1]
-            monkeypatch.setattr(session_compile, "plan_graph", lambda *args, **kwargs: pytest.fail("planned again"))
-    lines = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
-    assert len(lines) == 2 and len({line.partition(" ")[2] for line in lines}) == 1
-    assert len(first.unprofitable) == 1 and "nothing to gain" in first.fallbacks[0][1]
 
 
 @pytest.mark.parametrize("kind", [Product, Chosen])

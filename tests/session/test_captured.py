@@ -100,13 +100,7 @@ class Default:
     """A backend as `apollo` is, with tensors on the CPU and lanes on the stand-in."""
 
     def __init__(
-        self,
-        gpu: FakeGpu | None = None,
-        *,
-        found: str | None = None,
-        ranks: Ranks | None = None,
-        is_for_step: bool = False,
-        **options: Any,
+        self, gpu: FakeGpu | None = None, *, found: str | None = None, ranks: Ranks | None = None, **options: Any
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -115,7 +109,6 @@ class Default:
         self.models: list[CompiledModel] = []
         self._found = found
         self._ranks = ranks or Ranks(None)
-        self._is_for_step = is_for_step
         quick = {"plan.planner": "greedy", "partition.granularity": "module", "runtime.bodies": "python"}
         self._config = load_config({**quick, **options})
 
@@ -129,7 +122,6 @@ class Default:
             storages=storages_of(traced_tensors(graph_module, example_inputs)),
             ranks=self._ranks,
             clock=self.clock,
-            is_for_step=self._is_for_step,
         )
         self.models.append(model)
         compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
@@ -153,21 +145,10 @@ class Default:
         return self.models[0].state().stage is not Stage.MEASURING
 
 
-class Chain(nn.Module):
-    """Layers one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` after all layers."""
-        return self.layers(x)
-
-
 def chain() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a model without branches and its inputs."""
-    return Chain(), (torch.randn(4, 8, generator=torch.Generator().manual_seed(1)),)
+    layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    return layers, (torch.randn(4, 8, generator=torch.Generator().manual_seed(1)),)
 
 
 class Branches(nn.Module):

@@ -1,0 +1,23 @@
+"""Fixtures of tests that compile models: those of the end-to-end tests, and a cache for one test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from torch._dynamo.utils import counters
+
+from tests.end_to_end.conftest import _as_the_results_say, deterministic
+
+__all__ = ["_as_the_results_say", "deterministic", "own_cache"]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path) -> Iterator[None]:
+    """Let AOTAutograd keep what this test compiles, for this test only; Inductor's code is shared as ever."""
+    with functorch_config.patch(enable_autograd_cache=True), torch.compiler.config.patch(cache_key_tag=str(tmp_path)):
+        counters.clear()
+        yield

@@ -1,0 +1,176 @@
+"""What was compiled for a loss function is linked into programs; where that cannot be, a line says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.session.step.split import split_evenly
+from tests.end_to_end.models import TwoTowers
+from tests.end_to_end.twins import (
+    EAGER,
+    Batch,
+    Chain,
+    Twins,
+    chain_batch,
+    chain_loss,
+    compile_step,
+    ran_as_program,
+    towers_batch,
+    towers_loss,
+)
+from tests.session.step.towers import COMPARED, Towers, batch_of, loss_of, sgd
+
+
+def siamese() -> nn.Module:
+    """Return towers whose parameters are tensors of their own in the same memory."""
+    towers = Towers(depth=3)
+    for one, other in zip(towers.left.parameters(), towers.right.parameters(), strict=True):
+        other.data = one.data
+    return towers
+
+
+def flat() -> nn.Module:
+    """Return towers whose parameters are neighbours in one tensor, which share nothing."""
+    towers = Towers()
+    members = list(towers.parameters())
+    pieces = torch.cat([each.detach().flatten() for each in members]).split([each.numel() for each in members])
+    for each, piece in zip(members, pieces, strict=True):
+        each.data = piece.view_as(each)
+    return towers
+
+
+@pytest.mark.parametrize("make", [siamese, flat])
+def test_state_that_shares_memory_is_updated_when_nothing_reads_it_any_more(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The optimizer steps after the program then, which one line says; neighbours in memory need no such care."""
+    torch.manual_seed(0)
+    alike = make()  # as `Twins` makes it: a copy would share no memory
+    twins = Twins(make, loss_of, sgd, options=COMPARED, expected=alike)
+    with caplog.at_level(logging.INFO, "apollo_compile"):
+        for number in range(20):
+            twins.take(batch_of(number))
+    assert ("shares memory with another input" in caplog.text) is (make is not flat)
+    tuners = twins.step.tuners
+    assert tuners and (tuners[0].program.optimizer is not None) is (make is flat)
+
+
+def test_a_loss_that_the_loss_function_keeps_has_its_value() -> None:
+    """The usual way to log it: Dynamo stores what the graph returned, before a program has run."""
+    logs: dict[str, torch.Tensor] = {}
+
+    def keep(model: nn.Module, batch: Batch) -> torch.Tensor:
+        logs["loss"] = chain_loss(model, batch)
+        return logs["loss"]
+
+    step = compile_step(Chain(), keep, options=EAGER)
+    for seed in range(4):
+        loss = step(chain_batch(seed))
+        torch.testing.assert_close(logs["loss"].detach(), loss)
+    assert ran_as_program(step)
+
+
+def test_a_tensor_that_is_kept_may_be_read_by_the_next_micro_batch() -> None:
+    """Then a step is a loop, since no program could pass it on in time."""
+    before = {"loss": torch.zeros(())}
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss = towers_loss(model, batch) + before["loss"]
+        before["loss"] = loss.detach()
+        return loss
+
+    model = TwoTowers(depth=1)
+    step = compile_step(model, loss_fn, microbatches=2, options=EAGER)
+    found = [step(towers_batch(seed)) for seed in range(6)]
+    before["loss"] = torch.zeros(())
+    with torch.no_grad():
+        parts = [split_evenly(towers_batch(seed), 2) for seed in range(6)]
+        expected = [torch.stack([loss_fn(model, part) for part in each]).mean() for each in parts]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class LogsItself(nn.Module):
+    """A model whose forward keeps a number that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = TwoTowers(depth=1)
+        self.latest: Any = 0.0
+
+    def forward(self, batch: Batch) -> Any:
+        """Return the loss, as a tensor and as a number."""
+        loss = towers_loss(self.towers, batch)
+        self.latest = loss.item()
+        return loss, {"loss": self.latest}
+
+
+def prints(model: nn.Module, batch: Batch) -> Any:
+    """Return the loss twice, and print a line."""
+    print("a step")
+    return model(batch)
+
+
+@pytest.mark.parametrize("loss_fn", [lambda model, batch: model(batch), prints], ids=["keeps", "prints"])
+def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
+    loss_fn: Callable[[nn.Module, Batch], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers are those of the step that was taken."""
+    model = LogsItself()
+    step = compile_step(model, loss_fn, options=EAGER)
+    with caplog.at_level("INFO", "apollo_compile"):
+        for seed in range(5):
+            loss = pytest.approx(float(step(towers_batch(seed))))
+            assert model.latest == loss and step.outputs[1]["loss"] == loss
+    assert "read `step.outputs` after the step" in caplog.text
+
+
+def test_whole_numbers_that_are_read_are_those_of_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Which is a loop, and a line says what to do."""
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Any:
+        scores = model(batch["x"], batch["y"])
+        return scores.square().mean(), {"positive": (scores > 0).sum().item()}
+
+    model = TwoTowers(depth=1)
+    step = compile_step(model, loss_fn, options=EAGER)
+    with caplog.at_level("INFO", "apollo_compile"):
+        for seed in range(3):
+            loss, (expected, numbers) = step(towers_batch(seed)), loss_fn(model, towers_batch(seed))
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
+            assert step.outputs[1] == numbers
+    assert "read `step.outputs` after the step" in caplog.text
+
+
+class Schedule:
+    """Noise levels that go where the data are when they are first used, as those of diffusers do."""
+
+    def __init__(self) -> None:
+        self.levels = torch.linspace(0.1, 1.0, 8)
+
+    def level(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a level."""
+        self.levels = self.levels.to(device=like.device)
+        return self.levels[2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_may_assign_a_tensor_to_where_it_was(count: int) -> None:
+    """The step is a program all the same, which reads what is there in every step."""
+    schedule, model = Schedule(), TwoTowers(depth=1)
+    levels = schedule.levels
+    loss_fn = lambda model, batch: towers_loss(model, batch) * schedule.level(batch["x"])  # noqa: E731
+    step = compile_step(model, loss_fn, microbatches=count, options=EAGER)
+    for seed in range(5):
+        batch = towers_batch(seed)
+        levels[2] = seed + 1
+        loss = step(batch)
+        assert schedule.levels is levels
+        parts = [towers_loss(model, part) for part in split_evenly(batch, count)]
+        torch.testing.assert_close(loss, torch.stack(parts).mean().detach() * (seed + 1), rtol=1e-4, atol=1e-5)
+    assert step.verdicts == ["plan"]

@@ -1,0 +1,130 @@
+"""A step as one program: memory that is shared, gradients that it leaves or releases, and errors in its midst."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from apollo_compile.session.step.program import find_shared, own_gradients
+from apollo_compile.session.step.split import split_evenly
+from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
+from tests.end_to_end.twins import (
+    EAGER,
+    Twins,
+    compile_step,
+    make_towers_twice,
+    run_loop,
+    state_of,
+    towers_batch,
+    towers_loss,
+)
+from tests.session.step.towers import Towers, batch_of, loss_of, sgd
+
+NUM_STEPS = 12
+
+release = partial(compile_step, keep_gradients=False)
+
+
+def test_memory_that_is_shared_later_is_seen() -> None:
+    """Parameters that get the memory of others, and batches in memory of a parameter, between two steps."""
+    twins = Twins(Towers, loss_of, sgd)
+    for number in range(16):
+        batches = [batch_of(number)] * 2
+        if number == 5:
+            for each in twins.both:
+                each.right[0][0].weight.data = each.left[0][0].weight.data
+        if number > 10:
+            batches = [each.left[1][0].weight.detach()[:8] for each in twins.both]
+        twins.take(*batches)
+        assert ("shares memory" in str(twins.step.verdicts)) is (number >= 5)
+
+
+@pytest.mark.parametrize("num_good", [0, 1], ids=["first", "last"])
+def test_an_error_inside_a_program_says_which_parameters_were_updated(
+    num_good: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others are as they were; where none was, nothing is said."""
+    model = Towers(depth=1)
+    step = compile_step(model, loss_of, sgd(model.parameters()), options=EAGER)
+    for number in range(3):
+        step(batch_of(number))
+    parts = step.tuners[0].program.optimizer
+    assert parts is not None
+    takes = [parts.step] * num_good
+
+    def fail(parameters: Any, gradients: Any) -> None:
+        if not takes:
+            raise RuntimeError("the optimizer failed")
+        takes.pop()(parameters, gradients)
+
+    monkeypatch.setattr(parts, "step", fail)
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match="the optimizer failed") as raised:
+        step(batch_of(3))
+    changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
+    notes = "".join(note for note in getattr(raised.value, "__notes__", []) if "updated" in note)
+    assert bool(changed) is bool(notes) is bool(num_good)
+    assert {name for name in before if name in notes} == changed
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["released", "kept"])
+@pytest.mark.parametrize(("count", "clip"), [(1, None), (2, 0.01)])
+def test_gradients_are_released_or_kept_in_every_variant(
+    count: int, clip: float | None, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that releases them trains as one that does not."""
+    turns = take_turns(monkeypatch)
+    compile_nothing(monkeypatch)
+    (model, own), (eager, others) = make_towers_twice(partial(torch.optim.SGD, lr=1e-4, momentum=0.9))
+    settings = {"clip_grad_norm": clip, "keep_gradients": keep, "options": {**EAGER, "plan.autotune": True}}
+    step = compile_step(model, towers_loss, own, microbatches=count, **settings)
+    for seed in range(NUM_STEPS):
+        step(towers_batch(seed))
+        run_loop(eager, towers_loss, split_evenly(towers_batch(seed), count), None, clip)
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad if keep else None, rtol=1e-3, atol=1e-5)
+        others.step()
+        others.zero_grad()
+    torch.testing.assert_close(state_of(model), state_of(eager), rtol=1e-4, atol=1e-5)
+    (tuner,) = step.tuners
+    assert turns.has_left_the_loop and not turns.missing(tuner)
+
+
+def test_gradients_that_no_optimizer_uses_stay() -> None:
+    """They add up from step to step, as in the loop, whose `zero_grad` knows nothing of them."""
+    (model, _), (eager, _) = make_towers_twice(torch.optim.SGD)
+    stepped, *_ = (list(next(each.children()).parameters()) for each in (model, eager))
+    own, others = (torch.optim.SGD(next(each.children()).parameters(), lr=0.01) for each in (model, eager))
+    step = release(model, towers_loss, own, options=EAGER)
+    for seed in range(6):
+        step(towers_batch(seed))
+        run_loop(eager, towers_loss, [towers_batch(seed)], others)
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        is_stepped = any(mine is each for each in stepped)
+        torch.testing.assert_close(mine.grad, None if is_stepped else theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
+    """Such steps are a loop, and a line says so."""
+    (model, optimizer), _ = make_towers_twice(partial(torch.optim.SGD, lr=0.01))
+    step = release(model, towers_loss, optimizer, options=EAGER)
+    for seed in range(6):
+        if seed == 4:
+            left = optimizer.param_groups[0]["params"].pop()
+        step(towers_batch(seed))
+    assert left.grad is not None and "does not step some parameters" in "".join(step.verdicts)
+
+
+def test_gradients_get_memory_of_their_own_laid_out_like_their_parameters() -> None:
+    """Where it is that of another gradient or of an input, or is laid out otherwise."""
+    given, other = torch.ones(2, 3), torch.ones(2, 3)
+    parameters = [torch.zeros(2, 3)] * 4
+    gradients = [other, other, given, torch.ones(3, 2).T]
+    shared = find_shared(gradients, parameters, [given.untyped_storage().data_ptr()])
+    assert set(shared) == {1, 2, 3}
+    owned = own_gradients(gradients, parameters, shared)
+    assert owned[0] is other and all(each.stride() == (3, 1) for each in owned)
+    assert len({each.data_ptr() for each in (*owned, given)}) == 5

@@ -1,0 +1,97 @@
+"""Rivals of a program: the step as Inductor traces it, and the loop in eager."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.autotune.candidates import CandidateError
+from apollo_compile.ir import Variant
+from apollo_compile.session.step.traced import add_gradients, agree, gradients_of_loop
+from tests.end_to_end.twins import EAGER, chain_batch, chain_loss, compile_step
+from tests.session.step.towers import COMPARED
+
+LARGE, ROUNDED, OTHER = torch.ones(4), torch.ones(4) + 1e-3, torch.tensor([1.0, 1.0, 1.0, 1.1])
+TINY = torch.full((4,), 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "is_alike"),
+    [
+        ([ROUNDED], [LARGE], True),
+        ([LARGE, -TINY], [LARGE, TINY], True),
+        ([-TINY], [TINY], None),
+        ([OTHER], [LARGE], None),
+        ([OTHER.bfloat16()], [LARGE.bfloat16()], True),
+        ([LARGE * torch.inf], [LARGE], None),
+        ([LARGE], [LARGE * torch.nan], False),
+        ([1j * LARGE], [LARGE + 0j], None),
+    ],
+    ids=[
+        *("rounding", "nothing beside the others", "small ones alone", "others"),
+        *("rounding of bfloat16", "infinite", "a loop that is not finite", "complex"),
+    ],
+)
+def test_gradients_are_those_of_the_loop_but_for_rounding(
+    found: list[torch.Tensor], expected: list[torch.Tensor], is_alike: bool | None
+) -> None:
+    """Of each gradient, as far as it matters beside the others; where the loop's are not finite, nothing is known."""
+    if is_alike is None:
+        with pytest.raises(CandidateError, match=r"one of shape \[4\] by .* of its norm, where 0\.01 may be rounding"):
+            agree(found, expected)
+    else:
+        assert agree(found, expected) is is_alike
+
+
+def test_the_gradients_of_a_loop_are_those_that_it_adds() -> None:
+    """And zeros where a loss does not depend on a parameter."""
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+    parts, weights = torch.randn(3, 2, 4).unbind(), (0.5, 0.25, 0.25)
+    call: Callable[[torch.Tensor], torch.Tensor] = lambda part: model[0](part).square().mean()  # noqa: E731
+    found = gradients_of_loop(call, parts, weights, list(model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    returned = add_gradients(call, parts, weights)
+    assert not any(each.requires_grad for each in returned)
+    torch.testing.assert_close(found, [model[0].weight.grad, torch.zeros(4, 4)])
+
+
+def test_weights_are_read_in_every_step_of_a_loop_inside_of_autocast() -> None:
+    """Autocast keeps its copies of weights as long as it is on, which a loop in eager would read."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = compile_step(model, chain_loss, optimizer, options={**EAGER, "plan.autotune": True})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [float(step(chain_batch(0))) for _ in range(60)]
+    assert "eager" not in str(step.verdicts)
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses[:20]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[1].requires_grad_(True),
+        lambda model: model[0].requires_grad_(False),
+        lambda model: model.append(nn.Linear(16, 16)),
+    ],
+    ids=["a layer is thawed", "a layer is frozen", "a layer comes"],
+)
+def test_what_is_trained_may_change_before_inductor_traces_the_step(change: Callable[[nn.Sequential], object]) -> None:
+    """Its gradients are of the parameters that the program has, and only guards of the loss function know of others."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
+    step = compile_step(model, chain_loss, options=COMPARED)
+    while not (step.tuners and step.tuners[0].is_settled):
+        step(chain_batch(0))
+    while step.tuners[0].begin_step(0) is not Variant.TRACED:  # if nothing changes
+        pass
+    change(model)
+    model.zero_grad()
+    expected = copy.deepcopy(model)
+    step(chain_batch(1))
+    chain_loss(expected, chain_batch(1)).backward()
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
