@@ -204,7 +204,7 @@ def place(plan: apollo_compile.DeploymentPlan, names: tuple[str, ...], where: st
 
 def train(model: nn.Module, scenario: Scenario, *, backwards: int = 1) -> list[float]:
     """Return the losses of some steps; in a step, gradients of several backwards add up."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -287,7 +287,8 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
         with torch.no_grad():
             found[kind]["scores"] = scenario.loss_fn(alone(**scenario.batch)).item()
     found["accumulated"] = accumulate()
-    found["late"], found["shared"] = train_late(store), share()
+    found["late"] = train_late(store)
+    found["shared"] = {(kind, where): share(kind, where) for kind, where, _ in SHARED}
     found["errors"] = errors()
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -309,30 +310,29 @@ def train_late(notes: dist.Store) -> list[list[float]]:
     return [train(alone, scenario), train(model, scenario)]
 
 
-SHARED: dict[str, dict[str, Any]] = {
-    "both devices": {"devices": 2, "first": 0, "units": 1},
-    "one device": {"devices": 1, "first": 1, "units": 1},
-}
-"""Groups of two modules that share the units of their devices."""
+SHARED = [
+    ("chain", "both devices", 2),
+    ("chain", "one device", 2),
+    ("mixed", "both devices", 0),  # an output gets no gradient, so its module runs by itself
+]
+"""Kinds, groups of two modules that share the units of their devices, and graphs of the ranks that compute them."""
 
 
-def share() -> dict[str, dict[str, Any]]:
-    """Return losses, state and reported graphs of one process, and of modules that share devices."""
+def share(kind: str, where: str) -> dict[str, Any]:
+    """Return losses and states of one process and of modules that share devices, and the names of reported graphs."""
     torch.set_num_threads(2)
-    scenario = make("mixed")
+    scenario = make(kind)
     options: dict[str, Any] = {"loss_fn": diagonal_loss, "modules": scenario.names, "link": Link(1e-4, 1e9)}
     plan = apollo_compile.deploy(scenario.model, scenario.batch, **options, seconds=1)
-    alone = copy.deepcopy(scenario.model)
-    found = {"": {"losses": train(alone, scenario), "state": dict(alone.state_dict())}}
-    for where, group in SHARED.items():
-        model, edited = copy.deepcopy(scenario.model), plan
-        for name in scenario.names:
-            edited = edited.move(name, **group)
-        losses = train(edited.apply(model, options={"runtime.bodies": "eager", "debug.strict": True}), scenario)
-        graphs = [graph.name for graph in apollo_compile.report(model).graphs]
-        found[where] = {"losses": losses, "state": dict(plan.full_state_dict(model)), "report": graphs}
+    alone, model = copy.deepcopy(scenario.model), copy.deepcopy(scenario.model)
+    for name in scenario.names:
+        group = {"devices": 2, "first": 0} if where == "both devices" else {"devices": 1, "first": 1}
+        plan = plan.move(name, **group, units=1)
+    plan.apply(model, options={"runtime.bodies": "eager", "debug.strict": True})
+    losses = [train(each, scenario) for each in (alone, model)]
+    state, graphs = dict(plan.full_state_dict(model)), apollo_compile.report(model).graphs
     torch.set_num_threads(1)
-    return found
+    return {"losses": losses, "states": [dict(alone.state_dict()), state], "graphs": [graph.name for graph in graphs]}
 
 
 def accumulate() -> list[list[float]]:

@@ -208,15 +208,16 @@ def test_a_rank_does_not_wait_for_others_before_it_has_computed_its_modules(rank
         torch.testing.assert_close(apart, alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("where", work.SHARED)
-def test_modules_that_share_a_device_are_one_graph(ranks: list[dict[str, Any]], where: str) -> None:
-    """With losses and parameters of one process; so is a module that two calls share."""
-    for rank in ranks:
-        expected, found = rank["shared"][""], rank["shared"][where]
-        torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found["state"], expected["state"], rtol=1e-3, atol=1e-5)
-    graphs = [len(rank["shared"][where]["report"]) for rank in ranks]
-    assert graphs == [2 if where != "one device" or rank == 1 else 0 for rank in range(work.SIZE)]
+@pytest.mark.parametrize(("kind", "where", "graphs"), work.SHARED)
+def test_modules_that_share_a_device_are_one_graph(
+    ranks: list[dict[str, Any]], kind: str, where: str, graphs: int
+) -> None:
+    """With losses and parameters of one process."""
+    for number, rank in enumerate(ranks):
+        found = rank["shared"][kind, where]
+        torch.testing.assert_close(*found["losses"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(*found["states"], rtol=1e-3, atol=1e-5)
+        assert len(found["graphs"]) == (graphs if where == "both devices" or number == 1 else 0)
 
 
 def test_an_input_that_is_written_to_before_its_module_runs_is_an_error(ranks: list[dict[str, Any]]) -> None:

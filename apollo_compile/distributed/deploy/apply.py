@@ -17,30 +17,30 @@ Note [Order of transfers]
 Note [Held calls]
     In the model's forward, calls of placed modules are held back until code between the modules uses one of their
     outputs. Then all held calls begin, level by level: first those that read no output of another. So a rank computes
-    its modules before it waits for those of others, in whatever order the code calls them. The calls of a level which a
-    rank computes, in plans that give modules shares of its units, are one graph for `torch.compile(backend="apollo")`:
-    its plan runs them side by side. The first call of a kind begins at once, since its outputs are not known before.
+    its modules before it waits for those of others, in whatever order the code calls them. The first call with inputs
+    of a shape begins at once, since its outputs are not known before. Where a plan gives modules shares of a device's
+    units, the calls of a level that a rank computes are one graph for `torch.compile(backend="apollo")`, whose plan
+    runs them side by side; calls with outputs that got no gradient are left out, since a graph would give zeros to
+    parameters behind them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from apollo_compile.distributed.deploy.arriving import Arriving, arrived, arriving
-from apollo_compile.distributed.deploy.pairs import random_states
+from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups
 from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import REST, Deployment, DeviceGroup, LinearPair
 from apollo_compile.torch_bridge.compile_context import compile_apart
@@ -55,100 +55,6 @@ class _Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-
-
-class Subgroups:
-    """Process groups of some ranks of a group."""
-
-    def __init__(self, everyone: dist.ProcessGroup) -> None:
-        self.everyone, self.rank, self.size = everyone, dist.get_rank(everyone), dist.get_world_size(everyone)
-        self._ranks, self._made = dist.get_process_group_ranks(everyone), dict[range, dist.ProcessGroup]()
-
-    def of(self, lines: Sequence[range]) -> dist.ProcessGroup | None:
-        """Return the group of the line that has this rank; None if that is no other rank. All ranks call it alike."""
-        for line in lines:
-            if len(line) > 1 and line not in self._made:
-                self._made[line] = dist.new_group([self._ranks[each] for each in line])
-        return next((self._made[line] for line in lines if self.rank in line and len(line) > 1), None)
-
-
-class DividedModule:
-    """A module on this rank, which computes its part of what a group of ranks does."""
-
-    def __init__(
-        self, module: nn.Module, group: DeviceGroup, pairs: Sequence[LinearPair], subgroups: Subgroups
-    ) -> None:
-        self.module, self.group, self.subgroups = module, group, subgroups
-        ranks, step = group.range, group.tensor
-        self.is_member = subgroups.rank in ranks
-        self.device = next((each.device for each in module.state_dict().values()), torch.device("cpu"))
-        self.heads = ranks[::step]
-        """First ranks of the replicas."""
-        replica = subgroups.of([ranks[first : first + step] for first in range(0, len(ranks), step)])
-        self.peers = subgroups.of([ranks[index::step] for index in range(step)])
-        """Ranks with the same part of every replica, if there are several and this is one of them."""
-        self._call: nn.Module = module
-        if replica is not None:
-            styles: dict[str, ParallelStyle] = {}
-            for pair in pairs:
-                if pair.degree >= step:
-                    styles |= {**dict.fromkeys(pair.columns, ColwiseParallel()), pair.row: RowwiseParallel()}
-            mesh = DeviceMesh.from_group(replica, self.device.type)
-            parallelize_module(module, mesh, styles, src_data_rank=None)
-        elif group.is_sharded and self.peers is not None:
-            mesh = DeviceMesh.from_group(self.peers, self.device.type)
-            self._call = _Whole(module)  # so that gathering is inside of the module's calls
-            for unit in (*units_of(module), self._call):
-                sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-                sharded.set_gradient_divide_factor(1.0)  # a sum, as of replicas
-                sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
-
-    def compute(self, args: Sequence[Any], kwargs: dict[str, Any], *, sums: bool = True) -> Any:
-        """Run the module; the backward sums gradients over the replicas.
-
-        Raises:
-            DeploymentError: ranks of a replica would draw different random numbers.
-        """
-        before = random_states(self.device) if self.group.tensor > 1 else []
-        own = self.summed() if sums else {}
-        found = torch.func.functional_call(self._call, own, tuple(args), kwargs) if own else self._call(*args, **kwargs)
-        if before and not all(map(torch.equal, before, random_states(self.device))):
-            raise DeploymentError(
-                f"module {self.group.module!r} draws random numbers, which would differ among {self.group.tensor} "
-                "devices per replica: plan again with the model in the mode in which it trains, or move the module"
-            )
-        # The last layer may have left the sum of its parts under way: a copy of that waits.
-        return map_tensors(lambda each: each if type(each) is torch.Tensor else each.clone(), found)
-
-    def summed(self) -> dict[str, torch.Tensor]:
-        """Return the parameters as tensors whose gradients are summed over the replicas; empty if none are."""
-        own = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-        if self.peers is None or self.group.is_sharded or not own or not torch.is_grad_enabled():
-            return {}
-        parts = [each.to_local() if isinstance(each, DTensor) else each for each in own.values()]
-        sums = _SumGradients.apply(self.peers, *parts)  # type: ignore[no-untyped-call]
-        return {
-            name: DTensor.from_local(part, each.device_mesh, each.placements) if isinstance(each, DTensor) else part
-            for (name, each), part in zip(own.items(), sums, strict=True)
-        }
-
-
-class _Whole(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-
-def units_of(module: nn.Module) -> list[nn.Module]:
-    """Return the layers whose parameters are gathered one after the other; the rest of a module is one more unit."""
-    found: list[nn.Module] = []
-    for each in module.children():  # a list of layers is not called, but they are
-        is_layer = isinstance(module, nn.Sequential | nn.ModuleList) and not isinstance(each, nn.ModuleList)
-        found += ([each] if any(True for _ in each.parameters()) else []) if is_layer else units_of(each)
-    return found
 
 
 class _Placed(DividedModule):
@@ -166,6 +72,8 @@ class _Placed(DividedModule):
         self.original, self.is_inside, self.calls = module.forward, False, calls
         self.known: dict[Any, Any] = {}
         """Outputs by inputs, with `_Leaf` in place of tensors."""
+        self.used: set[Any] = set()
+        """Inputs for which all outputs that have gradients got some."""
 
     def part(self, whole: Any, rank: int) -> Any:
         """Return the samples of a rank of the group."""
@@ -191,26 +99,13 @@ class _Placed(DividedModule):
                 f"module {self.group.module!r} got {samples} samples for {len(self.heads)} replicas; expected at least "
                 "one for each: give larger batches, or move the module to fewer devices"
             )
-        is_moving = tuple(torch.is_grad_enabled() and each.requires_grad for each in likes)
-        key = (structure, tuple((tuple(each.shape), each.dtype) for each in likes), is_moving, torch.is_grad_enabled())
-        return self.calls.add(_Call(placed=self, leaves=leaves, build=build, samples=samples, key=key))
-
-    def enter(self, call: _Call) -> torch.Tensor:
-        """Let gradients of a call's inputs go to all ranks; return a token that links its outputs to that.
-
-        Ranks that do not compute the module do not wait for its inputs.
-        """
-        has_gradients = torch.is_grad_enabled()
-        if self.is_member:
-            call.leaves = arrived(call.leaves)
-        leaves = call.leaves = [each.plain if isinstance(each, Arriving) else each for each in call.leaves]
-        moving = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        token = torch.zeros((), device=self.device, requires_grad=has_gradients)
-        if has_gradients:
-            token, *entered = _Enter.apply(self, call.samples, token, *(leaves[index] for index in moving))  # type: ignore[no-untyped-call]
-            for index, value in zip(moving, entered, strict=True):
-                leaves[index] = value
-        return token
+        settings = _Settings.current(self.device.type)
+        kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in likes)
+        plain = tuple(leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves)
+        trained = sum(each.requires_grad for each in self.module.parameters())
+        key = (structure, kinds, plain, settings, self.module.training, trained)
+        call = _Call(placed=self, leaves=leaves, build=build, samples=samples, settings=settings, key=key)
+        return self.calls.add(call)
 
     def own_inputs(self, call: _Call) -> Any:
         """Return the arguments of a call with this rank's samples: positional ones, and others by name."""
@@ -232,26 +127,13 @@ class _Placed(DividedModule):
         finally:
             self.is_inside = False
 
-    def leave(self, call: _Call, token: torch.Tensor, made: Any) -> Any:
-        """Begin to send what this rank made of a call, and to receive the rest; return the output."""
-        specs, _, rebuild = flatten(self._describe(call.key, made, call.samples))
-        sent = [index for index, spec in enumerate(specs) if isinstance(spec, _Leaf)]
-        values = flatten(made)[0] if self.is_member else [None] * len(specs)
-        works: list[list[dist.Work]] = []
-        results = _Leave.apply(  # type: ignore[no-untyped-call]
-            self, [specs[index] for index in sent], works, token, *(values[index] for index in sent)
-        )
-        for index, result, pending in zip(sent, results, works, strict=True):
-            specs[index] = arriving(result, result, [work.wait for work in pending], self.group.module)
-        return rebuild(specs)
-
-    def _describe(self, key: Any, made: Any, samples: int) -> Any:
+    def describe(self, key: Any, made: Any, samples: int) -> Any:
         """Return the output with `_Leaf` in place of tensors; the first rank of the group tells the others, once."""
         if key not in self.known:
             first, is_divided = self.group.first, len(self.heads) > 1
             count = len(self.part(range(samples), first))
 
-            def describe(tensor: torch.Tensor) -> _Leaf:
+            def leaf(tensor: torch.Tensor) -> _Leaf:
                 shape = tuple(tensor.shape)
                 if is_divided and shape[:1] != (count,):
                     raise DeploymentError(
@@ -260,10 +142,38 @@ class _Placed(DividedModule):
                     )
                 return _Leaf((samples, *shape[1:]) if is_divided else shape, tensor.dtype, tensor.requires_grad)
 
-            told = [map_tensors(describe, made) if self.subgroups.rank == first else None]
+            told = [map_tensors(leaf, made) if self.subgroups.rank == first else None]
             dist.broadcast_object_list(told, group=self.subgroups.everyone, group_src=first)
             self.known[key] = told[0]
         return self.known[key]
+
+
+_PLAIN = (bool, int, float, str, type(None))
+"""Types of arguments on whose values the outputs of a module may depend."""
+
+
+class _Settings(NamedTuple):
+    """Settings of torch under which a module is called."""
+
+    has_gradients: bool
+    is_inference: bool
+    device_type: str
+    dtype: torch.dtype
+    """Of autocast."""
+    is_cast: bool
+
+    @classmethod
+    def current(cls, device_type: str) -> _Settings:
+        """Return the settings at this point."""
+        dtype, is_cast = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device_type, dtype, is_cast)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Apply them."""
+        autocast = torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_cast)
+        with torch.inference_mode(self.is_inference), torch.set_grad_enabled(self.has_gradients), autocast:
+            yield
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -272,40 +182,46 @@ class _Call:
 
     placed: _Placed
     leaves: list[Any]
-    """Of its arguments."""
+    """Leaves of the arguments."""
     build: Callable[[Sequence[Any]], Any]
     """Builds the arguments of leaves."""
     samples: int
+    settings: _Settings
     key: Any
-    """Of its output among those that are known."""
+    """Everything on which shapes and types of the outputs depend."""
     held: list[Arriving] = field(default_factory=list)
-    """Its outputs, if it was held back."""
-    written: list[int] = field(init=False)
-    """How often its inputs had been written to before it."""
+    """Outputs of a call that was held back."""
+    state: list[Any] = field(init=False)
+    """What `current_state` returned when the module was called."""
 
     def __post_init__(self) -> None:
-        self.written = self.count_writes()
+        self.state = self.current_state()
 
-    def count_writes(self) -> list[int]:
-        """Return how often each input that is there has been written to."""
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        return [0 if isinstance(each, Arriving) else times_written(each) for each in tensors]
+    def current_state(self) -> list[Any]:
+        """Return how often each input has been written to, and whether the module trains."""
+        tensors = [each.plain if isinstance(each, Arriving) else each for each in self.leaves]
+        counts = [times_written(each) for each in tensors if isinstance(each, torch.Tensor)]
+        return [*counts, self.placed.module.training]
+
+    @property
+    def may_join(self) -> bool:
+        """Whether a graph of several calls gives the parameters the gradients that this call alone would."""
+        specs = flatten(self.placed.known.get(self.key))[0]
+        has_gradients = any(isinstance(spec, _Leaf) and spec.requires_grad for spec in specs)
+        return not self.placed.group.kind and (self.key in self.placed.used or not has_gradients)
 
 
 class HeldCalls:
     """Calls that begin when an output is used: Note [Held calls].
 
     Arguments:
-        shares: whether modules share the units of a device.
-        options: of the backend that compiles calls which begin together.
+        options: options of the backend that compiles calls of modules which share a device; None if none do.
     """
 
-    def __init__(self, *, shares: bool, options: Mapping[str, Any]) -> None:
-        self._shares, self._options = shares, dict(options)
+    def __init__(self, options: Mapping[str, Any] | None) -> None:
+        self._options = options
         self._is_open = False
         self._calls: list[_Call] = []
-        self._settings: tuple[Any, ...] = ()
-        """Gradients and autocast under which they were made."""
         self._compiled: dict[tuple[_Placed, ...], Callable[..., Any]] = {}
 
     def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -314,21 +230,18 @@ class HeldCalls:
         try:
             found = original(*args, **kwargs)
             self.begin()
-            return found
+            return arrived(found)
         finally:
             self._is_open = False
             self._calls.clear()
 
     def add(self, call: _Call) -> Any:
         """Return the outputs of a call."""
-        kind = call.placed.device.type
-        settings = (torch.is_grad_enabled(), kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         specs = call.placed.known.get(call.key) if self._is_open else None
-        if specs is None or settings != self._settings:
+        if specs is None or (self._calls and call.settings != self._calls[0].settings):
             self.begin()
         if specs is None:
             return self._run([call])[0]
-        self._settings = settings
         self._calls.append(call)
 
         def hold(spec: _Leaf) -> Arriving:
@@ -341,18 +254,16 @@ class HeldCalls:
     def begin(self) -> None:
         """Begin the calls that were held back, level by level."""
         calls, self._calls = self._calls, []
-        if changed := [call for call in calls if call.count_writes() != call.written]:
+        if changed := [call for call in calls if call.current_state() != call.state]:
             raise DeploymentError(
-                f"an input of module {changed[0].placed.group.module!r} was written to before the module ran, which it "
-                "does when an output is used: give it a copy"
+                f"an input of module {changed[0].placed.group.module!r} was written to, or its mode changed, before "
+                "the module ran, which it does when an output is used: give it a copy, or change the mode earlier"
             )
         while calls:
-            level = [
-                call for call in calls if not any(isinstance(x, Arriving) and x.plain is None for x in call.leaves)
-            ]
+            waiting = {id(output) for call in calls for output in call.held}
+            level = [call for call in calls if waiting.isdisjoint(map(id, call.leaves))]
             calls = [call for call in calls if call not in level]
-            has_gradients, kind, dtype, is_cast = self._settings
-            with torch.set_grad_enabled(has_gradients), torch.autocast(kind, dtype=dtype, enabled=is_cast):
+            with level[0].settings.applied():
                 results = self._run(level)
             for call, result in zip(level, results, strict=True):
                 found = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Arriving)]
@@ -360,20 +271,33 @@ class HeldCalls:
                     held.plain, held.like, held.waits = here.plain, here.like, here.waits
 
     def _run(self, calls: Sequence[_Call]) -> list[Any]:
-        """Return the outputs of calls that do not read each other's; all ranks begin the same calls."""
-        tokens = [call.placed.enter(call) for call in calls]
-        own = [call for call in calls if call.placed.is_member]
-        together = [call for call in own if self._shares and not call.placed.group.kind]
-        made = self._compute_together(together) if len(together) > 1 else {}
-        made |= {call: call.placed.compute_own(call) for call in own if call not in made}
-        return [call.placed.leave(call, token, made.get(call)) for call, token in zip(calls, tokens, strict=True)]
+        """Return the outputs of calls that do not read each other's; all ranks begin the same calls.
+
+        Those of modules that share a device have one node of autograd before them and one behind them, on all ranks:
+        a graph has one backward, so that the gradient of one output lets all of them run.
+        """
+        joined = [call for call in calls if self._options is not None and call.may_join]
+        groups = [group for group in (joined, *([call] for call in calls if call not in joined)) if group]
+        tokens, made = [], dict[_Call, Any]()
+        for group in groups:
+            tokens.append(_enter(group))
+            own = [call for call in group if call.placed.is_member]
+            made |= (
+                self._compute_together(own) if len(own) > 1 else {call: call.placed.compute_own(call) for call in own}
+            )
+        found: dict[_Call, Any] = {}
+        for group, token in zip(groups, tokens, strict=True):
+            found |= _leave(group, token, made)
+        return [found[call] for call in calls]
 
     def _compute_together(self, calls: Sequence[_Call]) -> dict[_Call, Any]:
         """Return what modules make of this rank's samples, computed by one graph."""
         placed = tuple(call.placed for call in calls)
         if placed not in self._compiled:
             together = _Together(placed)
-            self._compiled[placed] = compile_apart(together, backend="apollo", dynamic=False, options=self._options)
+            self._compiled[placed] = compile_apart(
+                together, backend="apollo", dynamic=False, options=dict(self._options or {})
+            )
         for each in placed:
             each.is_inside = True
         try:
@@ -405,26 +329,71 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, rank: int) -> dis
     return work
 
 
+def _enter(calls: Sequence[_Call]) -> torch.Tensor:
+    """Let gradients of inputs go to all ranks; return a token that links the outputs to that.
+
+    Ranks that do not compute a module do not wait for its inputs.
+    """
+    moving: list[tuple[_Call, int]] = []
+    for call in calls:
+        if call.placed.is_member:
+            call.leaves = arrived(call.leaves)
+        call.leaves = [each.plain if isinstance(each, Arriving) else each for each in call.leaves]
+        tensors = [(index, each) for index, each in enumerate(call.leaves) if isinstance(each, torch.Tensor)]
+        moving += [(call, index) for index, each in tensors if each.requires_grad]
+    has_gradients = torch.is_grad_enabled()
+    token = torch.zeros((), device=calls[0].placed.device, requires_grad=has_gradients)
+    if has_gradients:
+        owners, inputs = [call for call, _ in moving], [call.leaves[index] for call, index in moving]
+        token, *entered = _Enter.apply(owners, token, *inputs)  # type: ignore[no-untyped-call]
+        for (call, index), value in zip(moving, entered, strict=True):
+            call.leaves[index] = value
+    return token
+
+
+def _leave(calls: Sequence[_Call], token: torch.Tensor, made: Mapping[_Call, Any]) -> dict[_Call, Any]:
+    """Begin to send what this rank made of calls, and to receive the rest; return the outputs."""
+    sent: list[tuple[_Call, _Leaf]] = []
+    values: list[torch.Tensor | None] = []
+    trees = {}
+    for call in calls:
+        leaves, _, build = flatten(call.placed.describe(call.key, made.get(call), call.samples))
+        trees[call] = leaves, build
+        own = flatten(made[call])[0] if call in made else [None] * len(leaves)
+        sent += [(call, leaf) for leaf in leaves if isinstance(leaf, _Leaf)]
+        values += [value for leaf, value in zip(leaves, own, strict=True) if isinstance(leaf, _Leaf)]
+    works: list[list[dist.Work]] = []
+    results = iter(_Leave.apply(sent, works, token, *values))  # type: ignore[no-untyped-call]
+    waits = iter(works)
+
+    def output(call: _Call, leaf: Any) -> Any:
+        if not isinstance(leaf, _Leaf):
+            return leaf
+        result = next(results)
+        return arriving(result, result, [work.wait for work in next(waits)], call.placed.group.module)
+
+    return {call: build([output(call, leaf) for leaf in leaves]) for call, (leaves, build) in trees.items()}
+
+
 class _Enter(torch.autograd.Function):
     """Inputs with gradients: each rank's gradient of its samples goes to all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, placed: _Placed, samples: int, token: torch.Tensor, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, owners: Sequence[_Call], token: torch.Tensor, *inputs: torch.Tensor) -> Any:
         """Return the token, which links the outputs to this, and the inputs."""
-        ctx.placed, ctx.samples = placed, samples
-        ctx.shapes = [(each.shape, each.dtype) for each in inputs]
+        ctx.inputs = [(c.placed, c.samples, each.shape, each.dtype) for c, each in zip(owners, inputs, strict=True)]
         return token.view_as(token), *(each.view_as(each) for each in inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: torch.Tensor, *grads: torch.Tensor) -> Any:
         """Return the gradients of all samples."""
-        placed, found, works = ctx.placed, [], []
-        for grad, (shape, dtype) in zip(grads, ctx.shapes, strict=True):
+        found, works = [], []
+        for grad, (placed, samples, shape, dtype) in zip(grads, ctx.inputs, strict=True):
             whole = torch.empty(shape, dtype=dtype, device=placed.device)
             if placed.is_member:
                 whole.copy_(grad)
-            if len(placed.heads) == 1 or shape[:1] == (ctx.samples,):
+            if len(placed.heads) == 1 or shape[:1] == (samples,):
                 works += placed.share(whole)
             else:  # every replica has a part of the sum
                 if placed.is_member:
@@ -433,7 +402,7 @@ class _Enter(torch.autograd.Function):
             found.append(whole)
         for work in works:
             work.wait()
-        return None, None, None, *found
+        return None, None, *found
 
 
 class _Leave(torch.autograd.Function):
@@ -442,61 +411,38 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        placed: _Placed,
-        specs: list[_Leaf],
+        sent: Sequence[tuple[_Call, _Leaf]],
         works: list[list[dist.Work]],
         token: torch.Tensor,
         *values: torch.Tensor | None,
     ) -> Any:
         """Return the whole outputs, which may still be under way."""
-        ctx.placed = placed
+        ctx.sent = [(call.placed, call.key, spec.requires_grad) for call, spec in sent]
         ctx.set_materialize_grads(False)  # parameters behind unused outputs have no gradient
         found = []
-        for spec, value in zip(specs, values, strict=True):
+        for (call, spec), value in zip(sent, values, strict=True):
             whole = torch.empty(spec.shape, dtype=spec.dtype, device=token.device)
             if value is not None:
-                placed.part(whole, placed.subgroups.rank).copy_(value)
-            works.append(placed.share(whole))
+                call.placed.part(whole, call.placed.subgroups.rank).copy_(value)
+            works.append(call.placed.share(whole))
             found.append(whole)
-        ctx.mark_non_differentiable(
-            *(whole for whole, spec in zip(found, specs, strict=True) if not spec.requires_grad)
-        )
+        fixed = [whole for whole, (_, spec) in zip(found, sent, strict=True) if not spec.requires_grad]
+        ctx.mark_non_differentiable(*fixed)
         return tuple(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Return the gradients of this rank's outputs."""
-        placed = ctx.placed
-        own = [
-            placed.part(grad, placed.subgroups.rank) if placed.is_member and grad is not None else None
-            for grad in grads
-        ]
-        return None, None, None, torch.zeros((), device=placed.device), *own
-
-
-class _SumGradients(torch.autograd.Function):
-    """Parameters whose gradients are summed over a group."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
-        """Return the parameters."""
-        ctx.group = group
-        return tuple(each.view_as(each) for each in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the sums."""
-        found = list(grads)
-        for dtype in dict.fromkeys(grad.dtype for grad in grads):
-            members = [index for index, grad in enumerate(grads) if grad.dtype == dtype]
-            flat = torch.cat([grads[index].reshape(-1) for index in members])
-            dist.all_reduce(flat, group=ctx.group)
-            parts = torch.split(flat, [grads[index].numel() for index in members])
-            for index, part in zip(members, parts, strict=True):
-                found[index] = part.view_as(grads[index])
-        return None, *found
+        own, unused = [], set[tuple[_Placed, Any]]()
+        for grad, (placed, key, requires_grad) in zip(grads, ctx.sent, strict=True):
+            is_mine = placed.is_member and grad is not None
+            own.append(placed.part(grad, placed.subgroups.rank) if is_mine else None)
+            if requires_grad and grad is None:
+                unused.add((placed, key))
+        for placed, key in {(placed, key) for placed, key, _ in ctx.sent} - unused:
+            placed.used.add(key)
+        return None, None, torch.zeros((), device=ctx.sent[0][0].device), *own
 
 
 _placed: weakref.WeakKeyDictionary[nn.Module, list[_Placed]] = weakref.WeakKeyDictionary()
@@ -532,9 +478,11 @@ def apply_deployment(
                     f"the plan divides {own}.{name} over {degree} devices: expected a linear layer whose size is a "
                     f"multiple of that, got {layer}; plan again with deploy"
                 )
-    subgroups, units = Subgroups(everyone), deployment.cluster.units
-    calls = HeldCalls(shares=any(group.units < units for group in groups), options=options)
-    model.forward = functools.partial(calls.forward, model.forward)
+    device = next((each.device for each in model.state_dict().values()), torch.device("cpu"))
+    subgroups = Subgroups(everyone, device)
+    calls = HeldCalls(options if any(group.units < deployment.cluster.units for group in groups) else None)
+    forward = model.forward
+    model.forward = functools.update_wrapper(functools.partial(calls.forward, forward), forward)
     for group in groups:
         module = modules[group.module]
         placed = _Placed(module, group, pairs_of[group.module], subgroups, calls)

@@ -19,7 +19,7 @@ class Arriving(torch.Tensor):
     plain: torch.Tensor | None
     """None as long as the call that makes it is held back."""
     like: torch.Tensor
-    """Has its shape and type."""
+    """A tensor of the same shape and type."""
     waits: list[Callable[[], Any]]
     source: str
     """Name of the call that makes it."""
@@ -42,7 +42,7 @@ _ASK_FOR_SHAPES = (
 
 def arriving(plain: torch.Tensor | None, like: torch.Tensor, waits: list[Callable[[], Any]], source: str) -> Arriving:
     """Return a tensor that becomes `plain` when it is used, after some calls."""
-    found = like.detach().as_subclass(Arriving)
+    found = torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(Arriving)  # without values to misread
     found.plain, found.like, found.waits, found.source = plain, like, waits, source
     return found
 

@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.distributed.deploy.apply import DividedModule, Subgroups, units_of
 from apollo_compile.distributed.deploy.arriving import Arriving, arriving
+from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, units_of
 from apollo_compile.distributed.deploy.pairs import are_equal, find_pairs
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.distributed.link import measure_link
@@ -89,7 +89,7 @@ def deploy(
             from times on this one.
         loss_fn: from the model's output to the loss.
         modules: names of the modules to place; None is the children of the model with more than a little work. Other
-            children stay with the code between these, which every rank runs, unless that would let a module wait.
+            children stay with the code between these, which every rank runs, unless that would make a module wait.
         memory: bytes of each device for parameters, gradients, optimizer and activations; None is no limit.
         optimizer_states: tensors that the optimizer keeps per parameter, in its type.
         link: link between devices; None measures it on the mesh.
@@ -113,7 +113,7 @@ def deploy(
         if device.type == "cuda":
             units = torch.cuda.get_device_properties(device).multi_processor_count
         cluster = EqualDevices(devices=size, units=units, memory_bytes=memory, link=link, is_measured=group is not None)
-        copies = copies_of(trace, cluster, None if group is None else Subgroups(group))
+        copies = copies_of(trace, cluster, None if group is None else Subgroups(group, device))
         times = measure(pieces_of(model, batch, loss_fn, trace, copies, optimizer_states), group, device)
         plan: list[Any] = [None]
         if group is None or dist.get_rank(group) == 0:
@@ -132,13 +132,14 @@ def deploy(
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers and random numbers in the end."""
-    grads = [each.grad for each in model.parameters()]
+    """Restore gradients, buffers, random numbers and the number of threads in the end."""
+    grads, threads = [each.grad for each in model.parameters()], torch.get_num_threads()
     buffers = [each.clone() for each in model.buffers()]
     with torch.random.fork_rng():
         try:
             yield
         finally:
+            torch.set_num_threads(threads)
             for parameter, grad in zip(model.parameters(), grads, strict=True):
                 parameter.grad = grad
             for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -182,12 +183,12 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
 
 def _others(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the other children of the model that may have devices of their own."""
-    chosen = {id(each) for name in names for each in model.get_submodule(name).parameters()}
+    owners = Counter(id(each) for own in model.modules() for each in own.parameters(recurse=False))
     return [
         name
         for name, child in model.named_children()
         if not any(each == name or each.startswith(f"{name}.") for each in names)
-        and chosen.isdisjoint(map(id, child.parameters()))
+        and all(owners[id(each)] == 1 for each in child.parameters())
     ]
 
 
@@ -492,7 +493,8 @@ def work_of(
     for call in trace.calls:
         by_module[call.module_name] += sum(times[call.name, alone])
     least = LEAST_SHARE * by_module.total()
-    kept = calls_to_place(trace, named or {name for name, ns in by_module.items() if ns >= least})
+    large = {name for name, ns in by_module.items() if ns >= least} if named is None else named
+    kept = calls_to_place(trace, large)
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
     names = [call.name for call, _ in kept]
@@ -539,10 +541,11 @@ def work_of(
 def calls_to_place(trace: CallTrace, large: set[str]) -> list[tuple[_Record, tuple[str, ...]]]:
     """Return the calls of modules to place, each with the earlier ones that it waits for.
 
-    These are the large modules, and small ones that read the output of a module while a large one which is called later
-    does not wait for them: as code between the modules they would let it wait.
+    These are the large modules, and small ones that read what a large one made while another large one, which is called
+    later, does not read what they make: as code between the modules they would make it wait.
     """
     calls = [call for call in trace.calls if call.outputs]
+    is_large = {call.name: call.module_name in large for call in calls}
     above: dict[str, frozenset[str]] = {}
     for call in calls:
         direct = call.inputs | call.read
@@ -550,8 +553,8 @@ def calls_to_place(trace: CallTrace, large: set[str]) -> list[tuple[_Record, tup
     follow = {
         call.module_name
         for number, call in enumerate(calls)
-        if call.inputs
-        and any(other.module_name in large and call.name not in above[other.name] for other in calls[number + 1 :])
+        if call.inputs and any(is_large.get(name) for name in above[call.name])
+        if any(is_large[other.name] and call.name not in above[other.name] for other in calls[number + 1 :])
     }
     found: list[tuple[_Record, tuple[str, ...]]] = []
     read: set[str] = set()
