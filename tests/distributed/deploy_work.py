@@ -204,7 +204,7 @@ def place(plan: apollo_compile.DeploymentPlan, names: tuple[str, ...], where: st
 
 def train(model: nn.Module, scenario: Scenario, *, backwards: int = 1) -> list[float]:
     """Return the losses of some steps; in a step, gradients of several backwards add up."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()

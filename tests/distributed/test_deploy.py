@@ -223,4 +223,6 @@ def test_modules_that_share_a_device_are_one_graph(
 def test_an_input_that_is_written_to_before_its_module_runs_is_an_error(ranks: list[dict[str, Any]]) -> None:
     """And not a wrong number."""
     for rank in ranks:
-        assert rank["errors"]["written"].startswith("DeploymentError: an input of module 'image' was written to before")
+        assert rank["errors"]["written"].startswith(
+            "DeploymentError: an input of module 'image' was written to, or its mode changed"
+        )

@@ -107,15 +107,19 @@ def test_parameters_can_be_swapped_after_a_compile() -> None:
     torch.testing.assert_close(run(x.double()), layer(x.double()))
 
 
-def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error() -> None:
     """`torch.get_float32_matmul_precision` raises then; the setting is part of what graphs are kept under."""
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # a property that monkeypatch cannot put back
+    try:
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
         others = compiler_settings()
-        torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
     assert compiler_settings() != others
 
 

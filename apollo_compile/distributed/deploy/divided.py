@@ -122,18 +122,20 @@ class _SumGradients(torch.autograd.Function):
     def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
         """Return the parameters."""
         ctx.group = group
+        ctx.set_materialize_grads(False)  # parameters behind unused outputs have no gradient
         return tuple(each.view_as(each) for each in parameters)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         """Return the sums."""
         found = list(grads)
-        for dtype in dict.fromkeys(grad.dtype for grad in grads):
-            members = [index for index, grad in enumerate(grads) if grad.dtype == dtype]
-            flat = torch.cat([grads[index].reshape(-1) for index in members])
+        there = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+        for dtype in dict.fromkeys(grad.dtype for _, grad in there):
+            members = [(index, grad) for index, grad in there if grad.dtype == dtype]
+            flat = torch.cat([grad.reshape(-1) for _, grad in members])
             dist.all_reduce(flat, group=ctx.group)
-            parts = torch.split(flat, [grads[index].numel() for index in members])
-            for index, part in zip(members, parts, strict=True):
-                found[index] = part.view_as(grads[index])
+            parts = torch.split(flat, [grad.numel() for _, grad in members])
+            for (index, grad), part in zip(members, parts, strict=True):
+                found[index] = part.view_as(grad)
         return None, *found
