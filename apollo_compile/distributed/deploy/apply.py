@@ -159,7 +159,7 @@ class _Settings(NamedTuple):
     is_inference: bool
     device_type: str
     dtype: torch.dtype
-    """Of autocast."""
+    """The type of autocast."""
     is_cast: bool
 
     @classmethod
@@ -192,7 +192,7 @@ class _Call:
     held: list[Arriving] = field(default_factory=list)
     """Outputs of a call that was held back."""
     state: list[Any] = field(init=False)
-    """What `current_state` returned when the module was called."""
+    """The `current_state` at the time of the call."""
 
     def __post_init__(self) -> None:
         self.state = self.current_state()

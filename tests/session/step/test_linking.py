@@ -1,4 +1,4 @@
-"""What was compiled for a loss function is linked into programs; where that cannot be, a line says why."""
+"""Compiled loss functions are linked into programs; where that cannot be, a line says why."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
 
 
 def test_whole_numbers_that_are_read_are_those_of_the_step(caplog: pytest.LogCaptureFixture) -> None:
-    """Which is a loop, and a line says what to do."""
+    """The step is a loop, and a line says what to do."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> Any:
         scores = model(batch["x"], batch["y"])

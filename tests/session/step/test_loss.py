@@ -202,7 +202,7 @@ def test_errors_of_the_loss_function_reach_the_user_after_one_call() -> None:
 
 
 def test_frequent_kinds_of_batches_get_programs_until_dynamo_compiles_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    """Which it says once; further sizes run as those that are rare."""
+    """The limit is said once; further sizes run as rare ones do."""
     twins = Twins(layer)
     for seed, size in enumerate([size for size in range(4, 16) for _ in range(4)]):
         twins.take(chain_batch(seed, size))

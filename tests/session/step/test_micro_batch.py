@@ -106,7 +106,7 @@ def test_graphs_that_do_not_fit_together_are_refused_in_words(changed: dict[str,
 
 
 def test_a_graph_as_one_segment_runs_inductors_code_of_the_whole() -> None:
-    """Of what that returns, the segment makes each value once, and none that is an input."""
+    """The segment makes each returned value once, and none that is an input."""
     made = compilation()
     graph = made.partition.graph
     (first, *_), (last,) = graph.inputs, graph.outputs

@@ -34,7 +34,7 @@ def keeps(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def test_a_step_is_planned_without_training_as_it_will_be() -> None:
-    """The same segments as the program that runs later; nothing has changed before."""
+    """The prediction has the segments of the program that runs later, and changes nothing."""
     model = Chain(dropout=0.5)
     own = torch.optim.AdamW(model.parameters())
     before = state_of(model)
@@ -52,7 +52,7 @@ def test_a_step_is_planned_without_training_as_it_will_be() -> None:
 
 
 def test_a_step_that_keeps_gradients_is_planned_with_their_memory() -> None:
-    """Of six layers whose gradients are larger than all else, none is alive longer than its update otherwise."""
+    """Gradients, here the largest tensors, live until their layer is updated unless they are kept."""
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
     own = torch.optim.AdamW(model.parameters())
     options = {**EAGER, "plan.planner": "serial"}
