@@ -4,7 +4,8 @@
 
 Each case runs in processes of its own under torchrun: forward, backward and AdamW, compiled by apollo. Two processes
 use DistributedDataParallel over gloo, and half of the batch each. The number is the median over steps of the slower
-process.
+process, after autotuning has settled. Estimates use the link that two processes measure first, and the profile of the
+machine, which `apollo calibrate` measures.
 """
 
 from __future__ import annotations
@@ -23,47 +24,75 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import apollo_compile  # noqa: F401  # the backend
+from apollo_compile.cost_model.collectives import Link
+from apollo_compile.distributed.link import measure_link
+from apollo_compile.session import registry
 from apollo_compile.session.private_copy import with_batch
 from apollo_compile.tools.estimate import estimate
 from apollo_compile.tools.targets import ModelCall
 from benchmarks.workloads import build
 
-WARMUP, STEPS = 12, 30
+LINK = "link"
+"""In place of a workload: measure the link between the processes."""
+
+STEPS_OF_A_WARM_UP, MOST_WARM_UPS = 12, 30
+"""Steps after which ranks compare whether autotuning has settled, and how often at most."""
+
+STEPS = 30
 
 
-def measure(name: str, size: str, batch: int, processes: int, cores: int) -> float:
-    """Return the seconds of a step in processes of their own."""
+def measure(name: str, size: str, batch: int, processes: int, cores: int) -> list[float]:
+    """Return the seconds of a step in processes of their own, or their link."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "benchmarks.estimates", "--child", name, size, str(batch), str(cores)]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} with {processes} processes failed: {done.stderr[-2000:]}")
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    numbers: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
 
 
 def run_child(name: str, size: str, batch: int, cores: int) -> None:
-    """Train, and print the seconds of a step."""
+    """Train or measure the link, and print numbers on the first rank."""
     torch.set_num_threads(cores)
     dist.init_process_group("gloo")
+    if name == LINK:
+        link = measure_link(dist.all_reduce, 2 * (dist.get_world_size() - 1), None, torch.device("cpu"))
+        numbers = [link.latency, link.bandwidth]
+    else:
+        numbers = [train(name, size, batch)]
+    if dist.get_rank() == 0:
+        print(json.dumps(numbers), flush=True)
+    dist.destroy_process_group()
+
+
+def train(name: str, size: str, batch: int) -> float:
+    """Return the median seconds of a step of the slower rank."""
     ranks = dist.get_world_size()
     workload = build(name, size, batch=batch)
     _, inputs = with_batch(((), workload.inputs), batch // ranks)
     model = torch.compile(workload.model, backend="apollo")
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(workload.model.parameters(), fused=True)
-    times = []
-    for _ in range(WARMUP + STEPS):
+
+    def step() -> float:
         begin = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         workload.loss(wrapped(**inputs)).backward()
         optimizer.step()
-        times.append(time.perf_counter() - begin)
-    slower = torch.tensor(statistics.median(times[WARMUP:]))
+        return time.perf_counter() - begin
+
+    for _ in range(MOST_WARM_UPS):
+        for _ in range(STEPS_OF_A_WARM_UP):
+            step()
+        is_settled = torch.tensor(registry.is_settled(workload.model), dtype=torch.int32)
+        dist.all_reduce(is_settled, op=dist.ReduceOp.MIN)
+        if is_settled:
+            break
+    slower = torch.tensor(statistics.median(step() for _ in range(STEPS)))
     dist.all_reduce(slower, op=dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        print(json.dumps(slower.item()), flush=True)
-    dist.destroy_process_group()
+    return slower.item()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,13 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_child(name, size, int(batch), int(cores))
         return 0
     cores = torch.get_num_threads()
+    link = Link(*measure(LINK, args.size, args.batch, 2, cores // 2))
     rows = []
     for name in args.workloads.split(","):
         workload = build(name, args.size, batch=args.batch)
         target = ModelCall(name=name, model=workload.model, args=(), kwargs=workload.inputs, loss=workload.loss)
-        found = estimate(target, [(f"cpu{cores}", (1,)), (f"cpu{cores // 2}", (2,))])
+        found = estimate(target, [(f"cpu{cores}", (1,)), (f"cpu{cores // 2}", (2,))], link=link)
         for processes, cell in zip((1, 2), (cell for cell in found.cells if cell.stages == 1), strict=True):
-            measured_s = measure(name, args.size, args.batch, processes, cores // processes)
+            (measured_s,) = measure(name, args.size, args.batch, processes, cores // processes)
             error = f"{cell.step_s / measured_s - 1:+.0%}"
             is_within = "yes" if cell.low_s <= measured_s <= cell.high_s else "no"
             split = f"{cell.data} x {cell.tensor}"
