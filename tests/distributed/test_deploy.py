@@ -160,6 +160,27 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
     assert "forward" not in towers.image.__dict__
 
 
+class Stack(nn.Module):
+    """Calls the layers of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(work.tower(2) for _ in range(2))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Return the scores of a batch."""
+        for layer in self.layers:
+            image = layer(image)
+        return image @ text.T
+
+
+def test_layers_of_a_list_are_modules_to_place() -> None:
+    """The model's own code calls them, not their list."""
+    batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
+    plan = apollo_compile.deploy(Stack(), batch, mesh=2, loss_fn=work.diagonal_loss, link=Link(1e-5, 1e10), seconds=1)
+    assert [module.name for module in plan.deployment.work.modules] == ["layers.0", "layers.1", REST]
+
+
 @pytest.mark.parametrize(
     ("order", "named", "expected"),
     [

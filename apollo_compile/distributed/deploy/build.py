@@ -88,8 +88,9 @@ def deploy(
         mesh: the devices: a mesh with one dimension, None for all ranks of the job, or a number of devices to simulate
             from times on this one.
         loss_fn: from the model's output to the loss.
-        modules: names of the modules to place; None is the children of the model with more than a little work. Other
-            children stay with the code between these, which every rank runs, unless that would make a module wait.
+        modules: names of the modules to place; None is the children of the model, and of its lists and dicts of
+            modules, with more than a little work. Others stay with the code between these, which every rank runs,
+            unless that would make a module wait.
         memory: bytes of each device for parameters, gradients, optimizer and activations; None is no limit.
         optimizer_states: tensors that the optimizer keeps per parameter, in its type.
         link: link between devices; None measures it on the mesh.
@@ -162,7 +163,7 @@ def group_of(mesh: DeviceMesh | int | None) -> dist.ProcessGroup | None:
 
 def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
     known = dict(model.named_modules())
-    names = [name for name, _ in model.named_children()] if modules is None else list(modules)
+    names = list(dict(_children_of(model))) if modules is None else list(modules)
     if unknown := [name for name in names if not name or name not in known]:
         children = ", ".join(name for name in known if name and name.count(".") < 2)
         raise DeploymentError(f"the model has no module {unknown[0]!r}; it has {children or 'none'}")
@@ -181,12 +182,21 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
     return names
 
 
+def _children_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that the model's own code may call, by name: its children, and those of lists and dicts."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _children_of(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
 def _others(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the other children of the model that may have devices of their own."""
     owners = Counter(id(each) for own in model.modules() for each in own.parameters(recurse=False))
     return [
         name
-        for name, child in model.named_children()
+        for name, child in _children_of(model)
         if not any(each == name or each.startswith(f"{name}.") for each in names)
         and all(owners[id(each)] == 1 for each in child.parameters())
     ]

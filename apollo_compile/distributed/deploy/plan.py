@@ -18,7 +18,7 @@ from tabulate import tabulate
 from apollo_compile.distributed.deploy.picture import render_svg
 from apollo_compile.errors import DeploymentError, PlanFileError
 from apollo_compile.ir.text import format_count
-from apollo_compile.passes.deploy import Deployment, deploy_on
+from apollo_compile.passes.deploy import REST, Deployment, deploy_on
 from apollo_compile.store.files import FileFormat
 from apollo_compile.units import format_bytes, format_ns
 
@@ -36,6 +36,10 @@ class _Content:
 
 
 _FORMAT = FileFormat(kind="deployment plan", number=2, content=_Content, max_bytes=64 * 2**20)
+
+
+MUCH_REST = 0.3
+"""Share of the step above which the text of a plan says that more modules should be placed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,11 @@ class DeploymentPlan:
             ratio = baseline.step_ns / found.step_ns if found.step_ns else 1.0
             memory = "" if baseline.keeps_memory else ", which exceeds the memory"
             lines.append(f"{baseline.name}: {format_ns(baseline.step_ns)}, {ratio:.2f} times as long{memory}")
+        rest = sum(spent[REST, kind] for kind in KINDS) / max(1, found.step_ns)
+        if rest > MUCH_REST:
+            lines.append(
+                f"{REST} takes {rest:.0%} of the step on every device: name modules that have this work, modules=[...]"
+            )
         return "\n".join(lines)
 
     def move(

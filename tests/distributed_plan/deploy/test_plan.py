@@ -13,6 +13,7 @@ from apollo_compile import DeploymentPlan
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, DeploymentError, PlanFileError
 from apollo_compile.passes.deploy import (
+    REST,
     DeviceGroup,
     EqualDevices,
     LinearPair,
@@ -68,6 +69,17 @@ def test_the_text_has_a_row_per_module_and_the_baselines(plan: DeploymentPlan) -
     assert text == ["text", "devices 2 to 3", "2 of 4", "4.00 ms", "8.00 ms", "4.20 ms", "16.00 MiB"]
     assert lines[7] == "most memory of a device: 33.25 MiB of 1.00 GiB"
     assert lines[8].startswith("data parallel: ") and lines[9].startswith("waves: ")
+
+
+def test_the_text_says_which_work_is_not_placed() -> None:
+    """If it is much of the step."""
+    cluster = EqualDevices(devices=4, units=4, memory_bytes=None, link=Link(1e-6, 1e9))
+    modules = [replicated(name, GROUPS, state_bytes=0, gradient_bytes=0) for name in ("vision", REST)]
+    groups = [DeviceGroup(module=name, first=0, devices=4, units=4) for name in ("vision", REST)]
+    for much, hint in ((4 * MS, [f"{REST} takes 67% of the step on every device"]), (MS // 2, [])):
+        work = StepWork(modules=tuple(modules), calls=(call("vision", 2 * MS), call(REST, much, inputs=("vision",))))
+        last = str(DeploymentPlan(deploy_on(work, cluster, groups, bound_ns=0))).splitlines()[-1]
+        assert [line for line in [last.split(":")[0]] if REST in line] == hint
 
 
 def test_a_file_gives_the_same_plan(plan: DeploymentPlan, tmp_path: Path) -> None:
