@@ -169,8 +169,7 @@ class Tuner(Decision):
             chosen = comparison.begin_step()
             if chosen is not None:
                 return self._run_step_of(comparison, Variant(chosen))
-            self._end_comparison(comparison)
-            self._conclude()
+            self._conclude(is_confirmed=self._end_comparison(comparison))
         return self.current
 
     def record(self, ns: int, part: int = 0) -> None:
@@ -217,14 +216,14 @@ class Tuner(Decision):
         self.current = chosen
         return chosen
 
-    def _conclude(self) -> None:
+    def _conclude(self, *, is_confirmed: bool = False) -> None:
         """Compare the next late candidate, if it is urgent; else the verdict is final."""
         assert self.verdict is not None
         urgent = self._candidates.urgent(self.verdict)
         if urgent is not None:
             self._add_late(urgent)
         if self._comparison is None:
-            self._settle_on(self.winner, is_confirmed=self._is_confirmed)
+            self._settle_on(self.winner, is_confirmed=is_confirmed)
             if self.verdict.is_measured:
                 _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
             self._tell(self.verdict)
@@ -258,9 +257,9 @@ class Tuner(Decision):
         elif due is not None:
             self._add_late(due)
         elif self.is_watched and self._drift.has_drifted(now_ns):
-            self._is_after_drift = True
             self._candidates.restore_losers()
             if len(others := self._candidates.compiled()) > 1:
+                self._is_after_drift = True
                 self._compare(others)
         return self._comparison is not None
 
