@@ -83,7 +83,7 @@ class Linker:
                 raise
             reason = f"{type(error).__name__}: {error}"
             _logger.warning("%s: %s", STAYS, reason)
-        graph.model.tuner.is_paused = False  # its graphs are compared by themselves
+        graph.model.tuner.resume()  # its graphs are compared by themselves
         return reason
 
     def order_of_gradients(self, graph: LossGraph | None) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ class Linker:
             is_alike_in_eager=not target.captures and is_alike_in_eager(program),
             traced=make_traced_step(program) if is_compared and not target.captures else None,
             prepare_whole=partial(self._add_whole, program, graph, compose) if may_compile_whole else None,
-            leave_loop=partial(setattr, graph.model.tuner, "is_paused", False),
+            leave_loop=graph.model.tuner.resume,
         )
 
     def _add_whole(self, program: StepProgram, graph: LossGraph, compose: Compose) -> None:
