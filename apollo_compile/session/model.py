@@ -53,8 +53,6 @@ class CompiledModel:
     """Those of them whose variant the tuner selects."""
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of every fallback: of the whole Dynamo graph, or of one of its graphs."""
-    falls_back: bool = False
-    """Whether the whole Dynamo graph falls back to torch.compile: Note [fallback] in `compile.py`."""
     unprofitable: list[Compilation] = field(default_factory=list)
     """Plans of fallbacks that were planned, where the plan is not worth compiling."""
     again: str = ""
@@ -145,13 +143,11 @@ class CompiledModel:
 
     def forget_graphs(self) -> None:
         """Drop all graphs: the Dynamo graph is compiled again."""
-        self.falls_back = False
         for known in (self.graphs, self.tuned, self.unprofitable, self.fallbacks):
             known.clear()
 
     def fall_back(self, fallback: Fallback) -> None:
         """Let the whole Dynamo graph fall back to torch.compile, and log why."""
-        self.falls_back = True
         self.add_fallback(self.name, fallback)
 
     def add_fallback(self, name: str, fallback: Fallback) -> None:
@@ -159,8 +155,13 @@ class CompiledModel:
         self.fallbacks.append((name, fallback.reason))
         if fallback.unprofitable is not None:
             self.unprofitable.append(fallback.unprofitable)
-        compiler = "torch.compile" if self.falls_back else "Inductor"
+        compiler = "torch.compile" if name == self.name else "Inductor"
         _logger.log(fallback.level, "%s falls back to %s: %s", name, compiler, fallback.reason)
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether the whole Dynamo graph falls back to torch.compile: Note [fallback] in `compile.py`."""
+        return any(name == self.name for name, _ in self.fallbacks)
 
     def add_to_reason(self, detail: str) -> None:
         """Append a detail to the reason of the latest fallback."""
