@@ -121,7 +121,7 @@ class Linker:
             graph.refusal = str(error)
             raise
         finally:
-            graph.is_decided, graph.inputs = True, None
+            graph.inputs = None
         return graph.micro
 
     def _link_program(

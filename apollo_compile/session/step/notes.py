@@ -53,8 +53,6 @@ class LossGraph:
     """Outputs that are inputs, which the model assigns to where they have been: their places, and those of inputs."""
     input_tracker: InputTracker = field(default_factory=InputTracker)
     """What it was given in steps that were loops until programs were linked."""
-    is_decided: bool = False
-    """Whether it is known whether it can be linked."""
     micro: MicroBatchGraphs | None = None
     """Forward and backward, if they can be linked."""
     refusal: str = ""
@@ -79,10 +77,15 @@ class LossGraph:
         is_known = not self.model.target.captures or self.input_tracker.num_steps >= FEWEST_STEPS
         return is_known and self.model.state().stage is not Stage.MEASURING
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known whether it can be linked."""
+        return self.micro is not None or bool(self.refusal)
+
     def unlink(self) -> None:
         """Forget its programs, whose parameters are not those of the model any more."""
         self.drop_programs()
-        self.micro, self.is_decided = None, False
+        self.micro = None
 
     def drop_programs(self) -> None:
         """Forget its programs; those that follow are linked of the same forward and backward."""
@@ -175,7 +178,8 @@ class Notes:
         """Note what is known of the outputs of a graph that ran; let the numbers that are read of them be noted."""
         tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
         if len(tensors) < len(outputs):
-            graph.refusal = READS_WHOLE_NUMBERS
+            graph.refusal, graph.inputs = READS_WHOLE_NUMBERS, None
+            return
         graph.dtypes = [each.dtype for each in tensors]
         graph.loss = next((place for place, each in enumerate(tensors) if each.requires_grad), 0)
         places = {id(each): place for place, each in enumerate(inputs)}
