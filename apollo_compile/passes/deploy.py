@@ -38,7 +38,7 @@ from apollo_compile.planner.placement import (
     PlacementMode,
     PlacementTask,
     Scheduler,
-    TaskPlacement,
+    FleetPlacement,
     duration_of,
     fits,
     groups_of,
@@ -472,7 +472,7 @@ def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
 
 
 def _to_deployment(
-    work: StepWork, cluster: EqualDevices, fleet: Fleet, placement: TaskPlacement, bound: int
+    work: StepWork, cluster: EqualDevices, fleet: Fleet, placement: FleetPlacement, bound: int
 ) -> Deployment:
     placement = Scheduler(fleet).settle(placement)
     ends = [start + duration_of(fleet, task, placement.choices) for task, start in enumerate(placement.starts)]

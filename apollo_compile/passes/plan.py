@@ -18,7 +18,7 @@ is shorter by `min_gain`, because running segments concurrently has risks that t
 Guarantees: dependencies, hand-over times between lanes, units and the memory quota are respected at every instant;
 bound <= makespan without interference <= makespan; makespan <= serial unless the plan is pinned; the same inputs give
 the same plan unless the search was stopped early.
-Leaves wrong predictions to autotuning (`session/autotune.py`), waits to stage 4, releases to stage 5.
+Leaves wrong predictions to autotuning (`autotune/`), waits to stage 4, releases to stage 5.
 """
 
 from __future__ import annotations

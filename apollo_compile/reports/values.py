@@ -258,7 +258,7 @@ class GraphSummary:
     pinned: bool
     """Whether the plan was read from a file."""
     variant: str
-    """The variant that runs now: see `apollo_compile.session.autotune`."""
+    """The variant that runs now: see `apollo_compile.ir.variants`."""
     num_replans: int
     """Number of replans from measured durations."""
     peak_bytes: int

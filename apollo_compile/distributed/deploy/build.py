@@ -2,7 +2,7 @@
 
     deploy(model, batch, mesh=..., loss_fn=...) -> DeploymentPlan
 
-    trace_step(model, batch, loss_fn, names) -> Trace       which modules read whose outputs
+    trace_step(model, batch, loss_fn, names) -> CallTrace   which modules read whose outputs
     copies_of(trace, cluster, subgroups) -> copies          of every module, divided in every way that has its numbers
     measure(pieces, group, device) -> times                 of every module, forward and backward
     work_of(model, trace, times, cluster, ...) -> StepWork  what the planner gets
