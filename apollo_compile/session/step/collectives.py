@@ -56,7 +56,7 @@ from apollo_compile.torch_bridge.data_parallel import (
     replicas_of,
     replicas_on,
 )
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -165,9 +165,9 @@ class DataParallel:
         """Clip the gradients that `average` has left to a norm of all of them together."""
         torch.nn.utils.clip_grad_norm_(parameters, limit)
 
-    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> StepInParts:
+    def optimizer_in_parts(self, optimizer: torch.optim.Optimizer) -> OptimizerInParts:
         """Return what steps parameters inside of a program."""
-        return StepInParts(optimizer)
+        return OptimizerInParts(optimizer)
 
     def _make_averages(self, buckets: Sequence[Sequence[torch.Tensor]], link: Link) -> Averages:
         return Averages(buckets=buckets, average=self._average, ranks=self._group.size(), link=link)
@@ -269,9 +269,9 @@ class ShardedDataParallel(DataParallel):
                 total = self._total_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
                 torch._foreach_mul_(gradients, torch.clamp(limit / (total + 1e-6), max=1.0))
 
-    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> StepInParts:
+    def optimizer_in_parts(self, optimizer: torch.optim.Optimizer) -> OptimizerInParts:
         """Return what steps shards inside of a program."""
-        return self._sharded.step_in_parts(optimizer)
+        return self._sharded.optimizer_in_parts(optimizer)
 
     def _make_averages(self, buckets: Sequence[Sequence[torch.Tensor]], link: Link) -> Averages:
         frozen = [each for each in self._sharded.parameters if not each.requires_grad]

@@ -42,7 +42,7 @@ from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import with_network
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.target.target import CompiledBody
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.torch_bridge.private_attributes import TANGENT
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def compose_micro_batches(
     num_micro_batches: int,
     *,
     name: str,
-    optimizer: StepInParts | None = None,
+    optimizer: OptimizerInParts | None = None,
     averages: Averages | None = None,
     clip_grad_norm: float | None = None,
     model_parameters: Sequence[torch.Tensor] = (),
@@ -260,7 +260,7 @@ class _Wiring:
 
     def finish_gradients(
         self,
-        optimizer: StepInParts | None,
+        optimizer: OptimizerInParts | None,
         limit: float | None,
         parameter_order: Sequence[torch.Tensor],
         averages: Averages | None,

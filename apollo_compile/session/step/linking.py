@@ -24,8 +24,8 @@ from apollo_compile.session.step.traced import TracedStep, is_alike_in_eager
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.target.target import Target
-from apollo_compile.torch_bridge.optimizers import StepInParts
-from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep, problem_of_replays
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
+from apollo_compile.torch_bridge.replayed_optimizer import ReplayedOptimizer, problem_of_replays
 from apollo_compile.torch_bridge.storages import WrittenMemory
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Linker:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
+        self._why_not_in_parts = None if optimizer is None else OptimizerInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
         self._keep_gradients = keep_gradients
         self._data_parallel = data_parallel
@@ -194,24 +194,24 @@ class Linker:
 
     def _optimizer_inside(
         self, name: str, micro: MicroBatchGraphs, *, is_shared: bool, is_replayed: bool
-    ) -> StepInParts | None:
+    ) -> OptimizerInParts | None:
         """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
         if self._optimizer is None:
             return None
         reason = self._why_not_in_parts
         if reason is None and is_shared:
             reason = SHARED_MEMORY
-        reason = reason or StepInParts.problem_of_state(self._optimizer)
+        reason = reason or OptimizerInParts.problem_of_state(self._optimizer)
         if reason is None and is_replayed:
             reason = problem_of_replays(self._optimizer)
         if reason is not None:
             _logger.info("%s: the optimizer steps after the program: %s", name, reason)
             return None
         if self._data_parallel is not None:
-            return self._data_parallel.step_in_parts(self._optimizer)
+            return self._data_parallel.optimizer_in_parts(self._optimizer)
         if not is_replayed:
-            return StepInParts(self._optimizer)
-        return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)
+            return OptimizerInParts(self._optimizer)
+        return ReplayedOptimizer(self._optimizer, list(micro.parameters.values()), micro.device)
 
 
 def owned_by(model: nn.Module | None) -> set[int]:

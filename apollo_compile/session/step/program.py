@@ -17,9 +17,9 @@ from apollo_compile.session.step.graph import StepGraph, plan_step
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.variants import Variants
 from apollo_compile.target.target import Code, Contract, Target
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.torch_bridge.private_attributes import have_gradient_hooks
-from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep
+from apollo_compile.torch_bridge.replayed_optimizer import ReplayedOptimizer
 from apollo_compile.torch_bridge.storages import WrittenMemory
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class StepProgram:
     micro: MicroBatchGraphs
     step: StepGraph
     """Graph of the step, composed of them."""
-    optimizer: StepInParts | None
+    optimizer: OptimizerInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
     is_clipped: bool
     """Whether gradients are clipped inside."""
@@ -170,7 +170,7 @@ class StepProgram:
         Raises:
             NotReplayedError: it runs as a CUDA graph only, and cannot now; nothing has run.
         """
-        if isinstance(self.optimizer, ReplayedStep) and self.optimizer.take_outdated():
+        if isinstance(self.optimizer, ReplayedOptimizer) and self.optimizer.take_outdated():
             self.release()
         if not self._tangents or weights != self._weights:
             dtype, device = self.micro.loss_dtype, self.micro.device

@@ -24,7 +24,7 @@ from apollo_compile.ir import (
     merge_kernels,
 )
 from apollo_compile.target.target import CompiledBody
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 
 _NORM_BYTES = 4
 
@@ -138,7 +138,11 @@ def limit_gradients(
 
 
 def update_parameters(
-    group: GradientGroup, parameters: Mapping[int, torch.Tensor], optimizer: StepInParts | None, *, is_clipped: bool
+    group: GradientGroup,
+    parameters: Mapping[int, torch.Tensor],
+    optimizer: OptimizerInParts | None,
+    *,
+    is_clipped: bool,
 ) -> OneSegment:
     """Step the optimizer for one group: takes parameters, to which it writes, and gradients.
 
