@@ -184,10 +184,8 @@ class Target(Protocol):
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> Runnable:
         """Load a program; `variant` says which graphs share memory with it."""
 
-    def load_whole(
-        self, compilation: Compilation, code: Code, run: Run, variant: Variant = Variant.INDUCTOR
-    ) -> Runnable:
-        """Load the whole graph as Inductor compiled it, to run in the same form as plans do, as this variant."""
+    def load_whole(self, compilation: Compilation, code: Code, run: Run) -> Runnable:
+        """Load Inductor's code of the whole graph as the variant `INDUCTOR`, to run in the same form as plans."""
 
     def share_memory(self, other: Target) -> None:
         """Let programs of steps use the memory of those of another target, since one step runs at a time."""

@@ -22,6 +22,7 @@ from apollo_compile.store.profiles import load_profile
 from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
+from tests.builders import most_at_once
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.session.test_captured import Branches, BusyGpu, interpret_plainly
 
@@ -338,7 +339,7 @@ def test_variants_take_turns(gpu: FakeGpu) -> None:
     variants = tuner.program.variants
     loaded = variants.loaded()
     assert [loaded[each].num_replays for each in (Variant.PLAN, Variant.SERIAL)] == [16, 2]
-    assert variants.compilation.plan.num_abreast == 4 and loaded[Variant.SERIAL].bodies is variants.plan.bodies
+    assert most_at_once(variants.compilation.plan) == 4 and loaded[Variant.SERIAL].bodies is variants.plan.bodies
     assert status(pair.run).startswith("measuring, about ") and not races_of(gpu)
 
 

@@ -54,13 +54,13 @@ class Census:
     end_ns: Mapping[LaneId, int]
 
 
-def examine_cuda(ordinal: int = 0) -> tuple[CheckResult, ...]:
-    """Return results about the GPU of that number, without running anything; one note if there is no GPU."""
+def examine_cuda() -> tuple[CheckResult, ...]:
+    """Return results about the first GPU, without running anything; one note if there is no GPU."""
     if not torch.cuda.is_available():
         text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
         return (CheckResult(subject="GPU", level=Level.NOTE, message=text),)
     try:
-        gpu = TorchGpu(ordinal)
+        gpu = TorchGpu(0)
     except CudaError as error:
         return (CheckResult(subject="driver", level=Level.ERROR, message=str(error)),)
     native = gpu.native
