@@ -105,8 +105,8 @@ class Tuner(Decision):
             try:
                 self._candidates.prepare(verdict.winner)
             except CandidateError as error:
-                told = "%s: comparing again without %s, the fastest of an earlier run: %s"
-                _logger.warning(told, self._name, verdict.winner, error)
+                line = "%s: comparing again without %s, the fastest of an earlier run: %s"
+                _logger.warning(line, self._name, verdict.winner, error)
                 left = self._candidates.compiled()
                 self.winner = left[-1]
                 self._compare(left)
