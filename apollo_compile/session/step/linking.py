@@ -1,4 +1,4 @@
-"""Link what was compiled for a loss function into programs of training steps."""
+"""Link the compiled graphs of a loss function into programs of training steps."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ STAYS = "the step stays a loop over micro-batches"
 MakeTracedStep = Callable[[StepProgram], TracedStep | None]
 
 Compose = Callable[..., StepGraph]
-"""`compose_micro_batches` for the steps of a program; takes what runs a micro-batch."""
+"""`compose_micro_batches` for the steps of a program; takes the graphs of a micro-batch."""
 
 MAX_LINKS = 4
-"""How often a graph is linked, since the parameters of its model may be replaced."""
+"""Limit of links of a graph: each replacement of the parameters of its model needs another."""
 
 
 class Linker:
@@ -67,10 +67,10 @@ class Linker:
         self._budget = CompileBudget(config.plan.compile_share)
         """Compile budget that all programs share."""
         self._target: Target | None = None
-        """That of the first program, whose memory all others use."""
+        """Target of the first program, whose memory all others use."""
 
     def link(self, graph: LossGraph, num_micro_batches: int, make_traced_step: MakeTracedStep) -> StepTuner | str:
-        """Link what was compiled; where that cannot be, log and return the reason."""
+        """Return the tuner of a program of these graphs; if they cannot be linked, log and return the reason."""
         try:
             return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_traced_step)
         except UnsupportedGraphError as error:
@@ -195,7 +195,7 @@ class Linker:
     def _optimizer_inside(
         self, name: str, micro: MicroBatchGraphs, *, is_shared: bool, is_replayed: bool
     ) -> OptimizerInParts | None:
-        """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
+        """Return the optimizer for steps inside of the program; None, with a log line, if it steps afterwards."""
         if self._optimizer is None:
             return None
         reason = self._why_not_in_parts

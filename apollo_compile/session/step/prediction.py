@@ -1,4 +1,4 @@
-"""Plan a training step without training: what `compile_step` would link, from graphs that are only planned."""
+"""Plan a training step without training: the program that `compile_step` would link, from graphs without code."""
 
 from __future__ import annotations
 

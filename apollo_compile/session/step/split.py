@@ -58,7 +58,7 @@ def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
 
 
 def kind_of(parts: Sequence[Any]) -> Hashable | None:
-    """Return what micro-batches have in common that decides how they are compiled; None if they are not alike."""
+    """Return structure, shapes and dtypes, for which micro-batches are compiled; None if they are not alike."""
     kinds: set[Hashable] = set()
     for leaves, structure, _ in map(flatten, parts):
         facts = ((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else type(x) for x in leaves)
