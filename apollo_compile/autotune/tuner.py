@@ -74,12 +74,12 @@ class Tuner(Decision):
         self._drift = DriftWatch()
         self._num_to_skip: float = 0
         self.is_skipping = False
-        """Whether the rest of the current step is not looked at."""
+        """Whether the rest of the current step is not watched."""
         self.last_ns = 0
         """Host time at the beginning of the latest step."""
         _tuners.add(self)
 
-    # ---------------------------------------------------------------------------------------------- what is compared
+    # -------------------------------------------------------------------------------------------------- candidates
 
     def offer(self, candidates: Sequence[Candidate], *, incumbent: Variant, required: Collection[int] = (0,)) -> None:
         """Compare these candidates from the next step on, the simplest first; a verdict until then is dropped.
@@ -95,7 +95,7 @@ class Tuner(Decision):
         self._compare(self._candidates.compiled())
 
     def adopt(self, verdict: Verdict, candidates: Sequence[Candidate], *, required: Collection[int] = (0,)) -> None:
-        """Run the winner of an earlier process, which is watched; what lost there is compiled only after a drift.
+        """Run the winner of an earlier process, and watch it; losers of that process are compiled only after a drift.
 
         If the winner cannot be compiled, the others are compared.
         """
@@ -105,7 +105,7 @@ class Tuner(Decision):
             try:
                 self._candidates.prepare(verdict.winner)
             except CandidateError as error:
-                line = "%s: comparing again without %s, the fastest of an earlier run: %s"
+                line = "%s: %s, the fastest of an earlier run, cannot be compiled, so the others are compared: %s"
                 _logger.warning(line, self._name, verdict.winner, error)
                 left = self._candidates.compiled()
                 self.winner = left[-1]
@@ -134,7 +134,7 @@ class Tuner(Decision):
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def skip_step(self) -> bool:
-        """Return whether the step that begins need not be looked at; then nothing else is called for it."""
+        """Return whether the step that begins is not watched; then nothing else is called for it."""
         self.is_skipping = self._num_to_skip > 0
         self._num_to_skip = max(0, self._num_to_skip - 1)
         return self.is_skipping

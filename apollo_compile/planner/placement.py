@@ -47,7 +47,7 @@ class PlacementTask:
 
     module: int
     durations: tuple[int, ...]
-    """By mode of the module."""
+    """Durations by mode of the module."""
 
 
 class Arc(NamedTuple):
@@ -69,7 +69,7 @@ class Fleet:
     modules: tuple[tuple[PlacementMode, ...], ...]
     tasks: tuple[PlacementTask, ...]
     arcs: tuple[Arc, ...]
-    """From tasks to later ones: the tasks are in topological order."""
+    """Arcs from tasks to later ones: the tasks are in topological order."""
 
 
 Choice: TypeAlias = tuple[int, int]
@@ -120,7 +120,7 @@ def fits(fleet: Fleet, choices: Sequence[Choice]) -> bool:
 
 
 class Scheduler:
-    """Schedules of one fleet: what they have in common is computed once."""
+    """Schedules of one fleet; their common parts are computed once."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

@@ -31,11 +31,11 @@ class PlacementOutcome:
     """The best solution of a model."""
 
     choices: tuple[Choice, ...]
-    """By module; in the pool, every first device is 0. Empty if no solution was found."""
+    """Choices by module; in the pool, every first device is 0. Empty if no solution was found."""
     order: tuple[int, ...]
     """Tasks by start."""
     bound: int
-    """Lower bound of what is minimised."""
+    """Lower bound of the objective."""
 
 
 def search(
@@ -48,7 +48,7 @@ def search(
         hint: a valid placement.
         bound: a lower bound of the makespan.
         seconds: time limit.
-        is_pool: leave out where the groups are, for a lower bound and numbers of devices.
+        is_pool: leave out the places of groups, for a lower bound and numbers of devices.
     """
     tick = max(1, hint.makespan // MOST_TICKS)
     horizon = -(-hint.makespan // tick)
