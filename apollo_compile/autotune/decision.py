@@ -111,6 +111,11 @@ class Decision:
         return is_confirmed
 
 
+def is_reliable(verdict: Verdict) -> bool:
+    """Return whether enough rounds counted for later processes to rely on the verdict."""
+    return verdict.standings[0].num_rounds >= MIN_ROUNDS
+
+
 def _rescaled(before: Verdict | None, standings: Sequence[Standing]) -> list[Standing]:
     """Return the earlier standings of candidates that were not compared now, relative to the present winner."""
     if before is None:

@@ -11,7 +11,8 @@ from types import CodeType
 from typing import Any
 
 from apollo_compile.autotune.candidates import Candidate, CompileBudget
-from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN, Rules
+from apollo_compile.autotune.comparison import PER_CALL, PER_TURN, Rules
+from apollo_compile.autotune.decision import is_reliable
 from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.config import Config
@@ -265,9 +266,8 @@ class CompiledModel:
             self.target.keep_only(variants)
 
     def _keep_verdict(self, verdict: Verdict) -> None:
-        is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
         for graph in self.tuned:
-            if graph.has_run and is_worth_keeping:
+            if graph.has_run and is_reliable(verdict):
                 self.warm_start.keep(graph.compilation, graph.variant_for(verdict.winner), verdict)
             if verdict.has_compared(Variant.INDUCTOR) and all(other.has_run for other in self.tuned):
                 graph.compile_whole = None  # frees an FX graph; later comparisons take compiled variants
