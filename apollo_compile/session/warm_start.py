@@ -49,7 +49,7 @@ class WarmStart:
     _keys: dict[str, str] = field(default_factory=dict)
     """Keys of findings, by the name of the graph."""
     _bundles: History | None = None
-    """Has the current generation of bundles; None where graphs are not cached."""
+    """History with the current generation of bundles; None where graphs are not cached."""
     _bundle_name: str = ""
     """Their key without the generation; a new generation begins when a bundle turns out to be unusable."""
 

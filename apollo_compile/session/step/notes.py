@@ -79,7 +79,7 @@ class LossGraph:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is known whether it can be linked."""
+        """Whether it is linked, or refused for good."""
         return self.micro is not None or bool(self.refusal)
 
     def unlink(self) -> None:

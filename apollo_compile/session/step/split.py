@@ -67,7 +67,7 @@ def kind_of(parts: Sequence[Any]) -> Hashable | None:
 
 
 def _refuse_lists(value: Any, size: int, count: int) -> None:
-    """Refuse lists of something else than tensors with an element for every sample: they would not be split."""
+    """Refuse lists that have an element other than a tensor for every sample: they would not be split."""
     if isinstance(value, dict):
         for each in value.values():
             _refuse_lists(each, size, count)

@@ -69,7 +69,7 @@ class TracedStep:
         gradients are not finite, so that it cannot be compared with the loop: then this step is a loop.
 
         Raises:
-            CandidateError: it cannot be compiled, or computes something else; nothing has changed.
+            CandidateError: it cannot be compiled, or computes other results; nothing has changed.
         """
         made = self._call(parts, weights) if self.is_ready else self._prove(parts, weights)
         if made is None:
