@@ -28,7 +28,7 @@ from apollo_compile.device.gpu.check.self_check import check_gpu
 from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.run.launch import Launcher, forked
 from apollo_compile.ir import Lane, LaneId
-from apollo_compile.target.findings import Level
+from apollo_compile.target.check_result import Level
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_step_checks import (
     sizes_and_numbers_may_change,
@@ -95,12 +95,10 @@ def lanes_pass_the_self_check(gpu: TorchGpu) -> Outcome:
     """
     cache = load_config().device.cache
     assert cache is not None, "load_config fills it in"
-    findings = check_gpu(gpu, cache, again=True).findings
-    bad = [finding for finding in findings if finding.level in (Level.ERROR, Level.WARNING)]
-    shown = (
-        "; ".join(f"{finding.subject}: {finding.message}" for finding in bad) or f"{len(findings)} findings, all well"
-    )
-    numbers = {finding.subject: [finding.level, finding.message] for finding in findings}
+    results = check_gpu(gpu, cache, again=True).results
+    bad = [result for result in results if result.level in (Level.ERROR, Level.WARNING)]
+    shown = "; ".join(f"{result.subject}: {result.message}" for result in bad) or f"{len(results)} results, all well"
+    numbers = {result.subject: [result.level, result.message] for result in results}
     return Outcome(is_met=not any(f.level == Level.ERROR for f in bad), text=shown, numbers=numbers)
 
 

@@ -9,6 +9,7 @@ Lane letters: `*` is lane 0, `A` lane 1, `B` lane 2, and so on.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.planner.problem import ExecutionMode as TaskMode
 from apollo_compile.planner.problem import Interference, Problem, ResourceHold, Task
 from apollo_compile.planner.simulate import serial_schedule
-from apollo_compile.target.lanes import lane_catalogue, useful_lanes
+from apollo_compile.target.lanes import lane_catalogue, lanes_for_two
 
 LETTERS = "*ABCDEFGHIJ"
 
@@ -186,6 +187,12 @@ def plan(
     )
 
 
+def most_at_once(plan: ir.Plan) -> int:
+    """Return the largest number of segments that run at once."""
+    changes = [(each.start_ns, 1) for each in plan.assignments] + [(each.end_ns, -1) for each in plan.assignments]
+    return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
+
+
 def random_plan(rng: random.Random, graph: ir.SegmentGraph, lanes: tuple[ir.Lane, ...], costs: ir.CostTable) -> ir.Plan:
     """Return a legal plan with a random order and random lanes; it may be longer than the serial plan."""
     left, order = list(range(len(graph.segments))), list[int]()
@@ -224,7 +231,7 @@ def on_halves(tasks: Iterable[Task], **others: Any) -> Problem:
     return Problem(tasks=tuple(tasks), lanes=lanes, atom_sizes=(1, 1), **others)
 
 
-_TWO_ABREAST: Mapping[int, tuple[Sequence[Collection[int]], tuple[int, ...]]] = {
+_TWO_AT_ONCE: Mapping[int, tuple[Sequence[Collection[int]], tuple[int, ...]]] = {
     2: (((0, 1), (0,), (1,)), (1, 1)),
     4: (((0, 1, 2), (0,), (1, 2), (0, 1), (2,)), (2, 1, 1)),
 }
@@ -241,7 +248,7 @@ def _atoms_of(lanes: Sequence[ir.Lane]) -> tuple[Sequence[Collection[int]], tupl
 
 def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Problem:
     """Return a planning problem on a device of 2 or 4 units with splits in two, or of 16 with the whole catalogue."""
-    atoms, sizes = _atoms_of(lane_catalogue(16)) if num_units == 16 else _TWO_ABREAST[num_units]
+    atoms, sizes = _atoms_of(lane_catalogue(16)) if num_units == 16 else _TWO_AT_ONCE[num_units]
     tasks = []
     for task in range(num_tasks):
         work, exponent, memory_share = rng.randrange(5, 200), rng.uniform(0.0, 1.0), rng.random()
@@ -314,7 +321,7 @@ class _Network:
 
     def __init__(self, units: int) -> None:
         self.units = units
-        self.lanes = useful_lanes(lane_catalogue(units), 2)
+        self.lanes = lanes_for_two(lane_catalogue(units))
         self.tasks: list[Task] = []
 
     def add(self, flops: float, num_bytes: float, kernels: int, tiles: int, *predecessors: int) -> int:

@@ -211,6 +211,22 @@ def test_every_file_has_a_docstring(path: Path) -> None:
     assert docstring and docstring.splitlines()[0].endswith((".", ":", "?", ";")), docstring
 
 
+SOURCES = {
+    path.name for room in ("apollo_compile", "benchmarks", "tests") for path in PACKAGE.parent.glob(f"{room}/**/*.py")
+}
+
+
+@parametrize_files()
+def test_files_and_types_that_docstrings_name_exist(path: Path) -> None:
+    """A file is named as in `passes/plan.py`; the type of a result, in the docstring of a file, as in `-> Plan`."""
+    tree, text = tree_of(path), path.read_text(encoding="utf-8")
+    named = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", text)}
+    assert named <= SOURCES
+    types = set(re.findall(r"-> ([A-Z][a-z]\w+)\b", ast.get_docstring(tree) or "")) - {"None", "GraphModule"}
+    known = set(re.findall(r"\w+", text.partition("from __future__")[2]))
+    assert types <= known or path.stem == "__init__", f"the code has no {types - known}"
+
+
 @parametrize_files()
 def test_public_names_are_sorted_and_exist(path: Path) -> None:
     """Where a file lists them."""

@@ -13,7 +13,7 @@ MAX_STEP_NS = 60_000_000_000
 
 
 class CandidateError(Exception):
-    """A candidate cannot be compiled, or computes something else; the others still compete."""
+    """A candidate cannot be compiled, or computes other results; the others still compete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Candidates:
 
 
 class CompileBudget:
-    """Share of the training time that compiles may take which only serve a comparison."""
+    """Share of the training time for compiles that serve a comparison only."""
 
     def __init__(self, share: float, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         """Allow compiles this share of the training time; 0 allows none."""
@@ -130,7 +130,7 @@ class CompileBudget:
             self._last_ns = self._clock()
 
     def note_steps(self, count: int = 1) -> None:
-        """Add the time since the last call as training time, of so many steps."""
+        """Add the time since the last call, in which so many steps began, as training time."""
         now = self._clock()
         if self._last_ns is not None:
             self._trained_ns += min(now - self._last_ns, count * MAX_STEP_NS)

@@ -85,14 +85,15 @@ class Comparison:
         self._rules = rules
         self.remaining = list(names)
         """Names of the candidates that may still win."""
-        self._order = self.remaining[::-1]
-        self._turn = 0
         self._timed_per_turn = rules.steps_per_turn - rules.untimed_steps
         self._steps_in_turn = 0
         self._samples: dict[int, list[int]] = defaultdict(list)
         self._round: dict[str, dict[int, float]] = {}
+        """Times of the round that is running, by candidate whose turn is over."""
         self._rounds: list[Round] = []
-        self._num_rounds = 0
+        """Rounds that count."""
+        self._num_played = 0
+        """Number of rounds that are over, whether they count or not."""
 
     @property
     def num_rounds(self) -> int:
@@ -102,9 +103,9 @@ class Comparison:
     @property
     def steps_left(self) -> int:
         """About how many steps there are to come; fewer and fewer, unless turns become longer after the first round."""
-        rounds = max(_TYPICAL_ROUNDS - self._num_rounds, math.ceil((MAX_ROUNDS - self._num_rounds) / 2))
+        rounds = max(_TYPICAL_ROUNDS - self._num_played, math.ceil((MAX_ROUNDS - self._num_played) / 2))
         per_turn = self._untimed + self._timed_per_turn
-        return rounds * len(self._order) * per_turn - self._turn * per_turn - self._steps_in_turn
+        return (rounds * len(self.remaining) - len(self._round)) * per_turn - self._steps_in_turn
 
     @property
     def progress(self) -> str:
@@ -116,7 +117,7 @@ class Comparison:
     @property
     def is_over(self) -> bool:
         """Whether the winner is known."""
-        if len(self.remaining) == 1 or self._num_rounds >= MAX_ROUNDS:
+        if len(self.remaining) == 1 or self._num_played >= MAX_ROUNDS:
             return True
         leader = self._leader()
         return self.num_rounds >= MIN_ROUNDS and all(self._is_surely_tied(name, leader) for name in self.remaining)
@@ -144,7 +145,7 @@ class Comparison:
             return None
         self._steps_in_turn += 1
         self.num_steps += 1
-        return self._order[self._turn]
+        return self._candidate
 
     def record(self, ns: int, part: int = 0) -> None:
         """Record the duration of one part of the current step."""
@@ -181,7 +182,13 @@ class Comparison:
 
     @property
     def _untimed(self) -> int:
-        return self._rules.untimed_steps + (0 if self._num_rounds else self._rules.warm_up_steps)
+        return self._rules.untimed_steps + (0 if self._num_played else self._rules.warm_up_steps)
+
+    @property
+    def _candidate(self) -> str:
+        """The candidate whose turn it is; every other round has the reverse order."""
+        order = self.remaining[:: -1 if self._num_played % 2 == 0 else 1]
+        return order[len(self._round)]
 
     def _is_tied(self, name: str, leader: str) -> bool:
         return self.ratio(name, leader) <= 1 + self._rules.tie
@@ -200,12 +207,10 @@ class Comparison:
         return min(self.remaining, key=lambda name: self.ratio(name, first))
 
     def _end_turn(self) -> None:
-        name = self._order[self._turn]
-        self._round[name] = {part: statistics.median(samples) for part, samples in self._samples.items()}
+        self._round[self._candidate] = {part: statistics.median(samples) for part, samples in self._samples.items()}
         self._samples.clear()
         self._steps_in_turn = 0
-        self._turn += 1
-        if self._turn == len(self._order):
+        if len(self._round) == len(self.remaining):
             self._end_round()
 
     def _end_round(self) -> None:
@@ -216,11 +221,10 @@ class Comparison:
             untimed, steps = self._rules.untimed_steps, math.ceil(TURN_NS / max(1.0, fastest_ns))
             least = self._rules.steps_per_turn - untimed
             self._timed_per_turn = max(least, min(steps, MAX_STEPS_PER_TURN - untimed))
-        self._num_rounds += 1
-        self._round, self._turn = {}, 0
+        self._num_played += 1
+        self._round = {}
         leader = self._leader()
         self.remaining = [name for name in self.remaining if not self.is_faster(leader, name)]
-        self._order = self.remaining[:: -1 if self._num_rounds % 2 == 0 else 1]
 
 
 def typical_steps(num_candidates: int, rules: Rules) -> int:

@@ -32,8 +32,6 @@ class Decision:
         """How long steps waited for compiles of the candidates."""
         self._is_after_drift = False
         """Whether a drift led to the comparison that is running."""
-        self._is_confirmed = False
-        """Whether the winner of the first comparison after a drift was the winner before it."""
 
     @property
     def is_settled(self) -> bool:
@@ -94,8 +92,8 @@ class Decision:
         names = [self.winner] if self._comparison is None else self._comparison.names
         return self._candidates.unready(map(Variant, names))
 
-    def _end_comparison(self, comparison: Comparison) -> None:
-        """Reach a verdict."""
+    def _end_comparison(self, comparison: Comparison) -> bool:
+        """Reach a verdict; return whether it confirms, after a drift, the verdict before."""
         is_known = comparison.num_rounds >= MIN_ROUNDS
         incumbent = self.winner if self.winner in comparison.names else Variant(comparison.names[-1])
         winner = Variant(comparison.winner()) if is_known else incumbent
@@ -107,9 +105,15 @@ class Decision:
             num_steps=comparison.num_steps + (0 if before is None else before.num_steps),
             prepare_ns=self._spent_ns,
         )
-        self._is_confirmed = self._is_after_drift and before is not None and before.winner == winner
+        is_confirmed = self._is_after_drift and before is not None and before.winner == winner
         self._is_after_drift = False
         self._comparison, self.winner = None, winner
+        return is_confirmed
+
+
+def is_reliable(verdict: Verdict) -> bool:
+    """Return whether enough rounds counted for later processes to rely on the verdict."""
+    return verdict.standings[0].num_rounds >= MIN_ROUNDS
 
 
 def _rescaled(before: Verdict | None, standings: Sequence[Standing]) -> list[Standing]:

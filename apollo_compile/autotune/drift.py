@@ -1,9 +1,9 @@
 """Detect drift: steps take longer or shorter than they did after the verdict.
 
-One in `LOOK_EVERY` steps is looked at; the others cost nothing. A sample is the time between two looks, with all that a
+One in `LOOK_EVERY` steps is watched; the others cost nothing. A sample is the time between two looks, with all that a
 loop does besides. Times have drifted if the medians of `DRIFT_SAMPLES` samples differ by `DRIFT` from the first such
-median twice in a row. A comparison that confirms the verdict doubles the number of samples before the next one: what
-changed was not the variants, such as evaluation between steps.
+median twice in a row. A comparison that confirms the verdict doubles the number of samples before the next one: the
+cause was not in the variants, but for example evaluation between steps.
 """
 
 from __future__ import annotations

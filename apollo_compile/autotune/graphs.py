@@ -55,7 +55,7 @@ class GraphTuner:
     ) -> None:
         self.tuner = tuner
         self.is_paused = False
-        """Whether plans run without a comparison: something else decides what runs."""
+        """Whether plans run without a comparison: the graphs are part of a training step, or a comparison failed."""
         self._graphs = graphs
         self._make_candidates = make_candidates
         self._compared: frozenset[int] = frozenset()
@@ -64,7 +64,6 @@ class GraphTuner:
         """Threads that are between `enter` and `leave`."""
         self._last: TunableGraph | None = None
         """The graph that ran last."""
-        self._has_failed = False
         self._lock = threading.Lock()
 
     @property
@@ -75,7 +74,7 @@ class GraphTuner:
     @property
     def is_settled(self) -> bool:
         """Whether autotuning is over: there is a verdict, or there will be none."""
-        if self._has_failed or self.is_paused:
+        if self.is_paused:
             return True
         if not self._compared:
             return all(graph.remembered is not None for graph in self._graphs)
@@ -98,9 +97,13 @@ class GraphTuner:
         """About how long they take; 0 if that is unknown."""
         return self.tuner.left_ns if self._compared else 0
 
+    def resume(self) -> None:
+        """Compare the variants of the graphs from the next step on."""
+        self.is_paused = False
+
     def skips(self, graph: TunableGraph) -> bool:
         """Return whether this call of a graph is not watched; the caller then calls neither `enter` nor `leave`."""
-        if self.is_paused or self._has_failed:
+        if self.is_paused:
             return True
         if self._begins_step(graph):
             if not self.tuner.skip_step():
@@ -128,8 +131,8 @@ class GraphTuner:
                 self.tuner.spoil()
         except BaseException as error:
             self._callers.discard(threading.get_ident())
-            self._has_failed = isinstance(error, Exception)
-            if self._has_failed:
+            if isinstance(error, Exception):
+                self.is_paused = True
                 self.tuner.leave(Variant.PLAN)
             self._use(self.tuner.winner)
             raise

@@ -74,12 +74,12 @@ class Tuner(Decision):
         self._drift = DriftWatch()
         self._num_to_skip: float = 0
         self.is_skipping = False
-        """Whether the rest of the current step is not looked at."""
+        """Whether the rest of the current step is not watched."""
         self.last_ns = 0
         """Host time at the beginning of the latest step."""
         _tuners.add(self)
 
-    # ---------------------------------------------------------------------------------------------- what is compared
+    # -------------------------------------------------------------------------------------------------- candidates
 
     def offer(self, candidates: Sequence[Candidate], *, incumbent: Variant, required: Collection[int] = (0,)) -> None:
         """Compare these candidates from the next step on, the simplest first; a verdict until then is dropped.
@@ -95,7 +95,7 @@ class Tuner(Decision):
         self._compare(self._candidates.compiled())
 
     def adopt(self, verdict: Verdict, candidates: Sequence[Candidate], *, required: Collection[int] = (0,)) -> None:
-        """Run the winner of an earlier process, which is watched; what lost there is compiled only after a drift.
+        """Run the winner of an earlier process, and watch it; losers of that process are compiled only after a drift.
 
         If the winner cannot be compiled, the others are compared.
         """
@@ -105,8 +105,8 @@ class Tuner(Decision):
             try:
                 self._candidates.prepare(verdict.winner)
             except CandidateError as error:
-                told = "%s: comparing again without %s, the fastest of an earlier run: %s"
-                _logger.warning(told, self._name, verdict.winner, error)
+                line = "%s: %s, the fastest of an earlier run, cannot be compiled, so the others are compared: %s"
+                _logger.warning(line, self._name, verdict.winner, error)
                 left = self._candidates.compiled()
                 self.winner = left[-1]
                 self._compare(left)
@@ -134,7 +134,7 @@ class Tuner(Decision):
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def skip_step(self) -> bool:
-        """Return whether the step that begins need not be looked at; then nothing else is called for it."""
+        """Return whether the step that begins is not watched; then nothing else is called for it."""
         self.is_skipping = self._num_to_skip > 0
         self._num_to_skip = max(0, self._num_to_skip - 1)
         return self.is_skipping
@@ -169,8 +169,7 @@ class Tuner(Decision):
             chosen = comparison.begin_step()
             if chosen is not None:
                 return self._run_step_of(comparison, Variant(chosen))
-            self._end_comparison(comparison)
-            self._conclude()
+            self._conclude(is_confirmed=self._end_comparison(comparison))
         return self.current
 
     def record(self, ns: int, part: int = 0) -> None:
@@ -217,14 +216,14 @@ class Tuner(Decision):
         self.current = chosen
         return chosen
 
-    def _conclude(self) -> None:
+    def _conclude(self, *, is_confirmed: bool = False) -> None:
         """Compare the next late candidate, if it is urgent; else the verdict is final."""
         assert self.verdict is not None
         urgent = self._candidates.urgent(self.verdict)
         if urgent is not None:
             self._add_late(urgent)
         if self._comparison is None:
-            self._settle_on(self.winner, is_confirmed=self._is_confirmed)
+            self._settle_on(self.winner, is_confirmed=is_confirmed)
             if self.verdict.is_measured:
                 _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
             self._tell(self.verdict)
@@ -258,9 +257,9 @@ class Tuner(Decision):
         elif due is not None:
             self._add_late(due)
         elif self.is_watched and self._drift.has_drifted(now_ns):
-            self._is_after_drift = True
             self._candidates.restore_losers()
             if len(others := self._candidates.compiled()) > 1:
+                self._is_after_drift = True
                 self._compare(others)
         return self._comparison is not None
 

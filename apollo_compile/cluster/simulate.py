@@ -1,6 +1,6 @@
 """Simulate jobs on a cluster under a policy.
 
-    simulate(cluster, jobs, policy) -> Schedule
+    simulate(cluster, jobs, policy) -> JobSchedule
 
 Jobs arrive, run at the rate of their gang, and end. At each arrival and end, and at multiples of `policy.round_s`, the
 policy says which jobs stop and which start. A job that goes on after a stop loses `cluster.restart_s` first. Nothing is

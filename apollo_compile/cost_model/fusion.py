@@ -27,8 +27,8 @@ of its own here. On the training graphs of CLIP and of two towers the number of 
 of Inductor's C++ functions. A node does not know the size of a value from outside the segment: it is taken to be the
 bytes that its readers read beyond the values made inside.
 
-Segments that are mostly loops have the largest errors: on two cores, over the workloads of `benchmarks/model_error.py`,
-the median error of their predicted times was 21 to 37 %, against 10 to 13 % for segments that are mostly matmuls.
+Segments that are mostly loops have the largest errors: on two cores, over the workloads of the benchmarks, the
+median error of their predicted times was 21 to 37 %, against 10 to 13 % for segments that are mostly matmuls.
 This file does not import torch.
 """
 

@@ -14,7 +14,6 @@ Ids are positions: `graph.segments[s].id == s`, `graph.buffers[b].id == b`, `pla
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NewType
@@ -419,12 +418,6 @@ class Plan:
     def num_lanes(self) -> int:
         """The number of lanes with segments."""
         return len({assignment.lane for assignment in self.assignments})
-
-    @property
-    def num_abreast(self) -> int:
-        """The largest number of segments that run at once."""
-        changes = [(a.start_ns, 1) for a in self.assignments] + [(a.end_ns, -1) for a in self.assignments]
-        return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
 
     def in_start_order(self) -> tuple[Assignment, ...]:
         """Return the assignments by start, ties by segment id: the one order that later stages use."""

@@ -230,8 +230,8 @@ class _Symbols:
             if value.node.has_hint() and not isinstance(value.node.hint, int):
                 raise UnsupportedGraphError(
                     f"graph input {fx_node.name} is the ragged size of a jagged nested tensor, not a whole number; "
-                    "segments take tensors and whole numbers: make nested tensors inside what is compiled, from values "
-                    "and offsets"
+                    "segments take tensors and whole numbers: make nested tensors inside the compiled function, from "
+                    "values and offsets"
                 )
             if symbol.is_Symbol and symbol not in self._input_of and value.node.has_hint():
                 self._input_of[symbol] = fx_node

@@ -35,10 +35,10 @@ from apollo_compile.planner.placement import (
     Arc,
     Choice,
     Fleet,
+    FleetPlacement,
     PlacementMode,
     PlacementTask,
     Scheduler,
-    TaskPlacement,
     duration_of,
     fits,
     groups_of,
@@ -50,7 +50,7 @@ from apollo_compile.units import format_bytes, seconds_to_ns
 DATA_PARALLEL, WAVES = "data parallel", "waves"
 
 REST = "code between the modules"
-"""Name of what runs on every rank: the model's own code, small modules and the loss."""
+"""Name of the work that every rank does: the model's own code, small modules and the loss."""
 
 LEAST_GAIN = 0.1
 """Share of the step of data parallelism by which another measured plan has to be predicted shorter: ratios of two
@@ -217,14 +217,14 @@ class Deployment:
     cluster: EqualDevices
     work: StepWork
     groups: tuple[DeviceGroup, ...]
-    """By module, in the order of `work.modules`."""
+    """Groups by module, in the order of `work.modules`."""
     bars: tuple[WorkInterval, ...]
     """Runs of modules, by start."""
     step_ns: int
     bound_ns: int
     """Proven lower bound of the step of every deployment."""
     memory_bytes: tuple[int, ...]
-    """By device."""
+    """Bytes by device."""
     baselines: tuple[Baseline, ...]
 
     @property
@@ -472,7 +472,7 @@ def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
 
 
 def _to_deployment(
-    work: StepWork, cluster: EqualDevices, fleet: Fleet, placement: TaskPlacement, bound: int
+    work: StepWork, cluster: EqualDevices, fleet: Fleet, placement: FleetPlacement, bound: int
 ) -> Deployment:
     placement = Scheduler(fleet).settle(placement)
     ends = [start + duration_of(fleet, task, placement.choices) for task, start in enumerate(placement.starts)]

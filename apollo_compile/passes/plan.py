@@ -18,7 +18,7 @@ is shorter by `min_gain`, because running segments concurrently has risks that t
 Guarantees: dependencies, hand-over times between lanes, units and the memory quota are respected at every instant;
 bound <= makespan without interference <= makespan; makespan <= serial unless the plan is pinned; the same inputs give
 the same plan unless the search was stopped early.
-Leaves wrong predictions to autotuning (`session/autotune.py`), waits to stage 4, releases to stage 5.
+Leaves wrong predictions to autotuning (`autotune/`), waits to stage 4, releases to stage 5.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from apollo_compile.planner.apart import bound_apart, solve_apart
 from apollo_compile.planner.greedy import greedy_schedules
 from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution
-from apollo_compile.target.lanes import useful_lanes
+from apollo_compile.target.lanes import lanes_for_two
 from apollo_compile.units import format_bytes
 
 
@@ -152,7 +152,7 @@ def plan_in_order(chosen: Sequence[LaneId], lanes: tuple[Lane, ...]) -> Plan:
 
 def estimate_makespan(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> int:
     """Return the makespan in ns of the best list schedule, an estimate without a search."""
-    few = useful_lanes(lanes, 2)
+    few = lanes_for_two(lanes)
     problems = (to_problem(graph, costs, each) for each in dict.fromkeys((few, lanes)))
     return min(execute(problem, each).makespan for problem in problems for each in greedy_schedules(problem))
 
@@ -161,7 +161,7 @@ def lanes_for(
     graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...], *, memory_quota: int | None = None
 ) -> tuple[Lane, ...]:
     """Return the lanes to search a plan on, lane 0 first; see the top of this file."""
-    few = useful_lanes(lanes, 2)
+    few = lanes_for_two(lanes)
     if few == lanes:
         return few
     problem = to_problem(graph, costs, lanes, memory_quota=memory_quota)

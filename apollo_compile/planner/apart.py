@@ -1,8 +1,8 @@
 """The planner in a subprocess, so that a crash or hang of a native library costs a plan, not a training run.
 
-    solve_apart(problem, effort) -> Solution    `solve.solve` in the subprocess
-    bound_apart(problem) -> int                 `bounds.lower_bound` in the subprocess
-    place_apart(fleet, starts, ...) -> Placed   `placement.place` in the subprocess
+    solve_apart(problem, effort) -> Solution                  `solve.solve` in the subprocess
+    bound_apart(problem) -> int                               `bounds.lower_bound` in the subprocess
+    place_apart(fleet, starts, ...) -> PlacementSolution      `placement.place` in the subprocess
 
 The process starts with the first request, serves all later ones, and ends with its parent, or after `IDLE_S` without a
 request. OR-Tools is imported there only, and its work does not hold the parent's GIL. Requests are pickled, answers are
@@ -43,7 +43,7 @@ from typing import Any
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.placement import Choice, Fleet, PlacedTask, place, violations
+from apollo_compile.planner.placement import Choice, Fleet, PlacementSolution, place, violations
 from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import execute
 from apollo_compile.planner.solve import Effort, Solution, solve
@@ -101,7 +101,7 @@ def bound_apart(problem: Problem) -> int:
         return lower_bound(problem, use_program=False)
 
 
-def place_apart(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float) -> PlacedTask:
+def place_apart(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float) -> PlacementSolution:
     """Return the best placement found within a time; `placement.place` has the arguments.
 
     Raises:
@@ -112,7 +112,7 @@ def place_apart(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: fl
         if "infeasible" in answer:
             raise InfeasiblePlanError(str(answer["infeasible"]))
         try:
-            placed = from_json(PlacedTask, answer.get("placed"))
+            placed = from_json(PlacementSolution, answer.get("placed"))
         except ValueError as error:
             raise _ProcessError(str(error)) from error
         if broken := violations(fleet, placed.placement):

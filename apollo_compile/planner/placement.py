@@ -1,7 +1,7 @@
 """Placement of modules on groups of devices: the problem, its schedules, their check, and the search for a short one.
 
-    place(fleet, starts, seconds=...) -> Placed
-    Scheduler(fleet).schedule(choices, order) -> Placement;  violations(fleet, placement) -> [text]
+    place(fleet, starts, seconds=...) -> PlacementSolution
+    Scheduler(fleet).schedule(choices, order) -> FleetPlacement;  violations(fleet, placement) -> [text]
 
 A fleet has equal devices in a row. A module takes an aligned group of them (a group of n devices begins at a multiple
 of n) in one of its modes, and keeps it: all its tasks run there, on the units of its mode on each device of the group.
@@ -47,7 +47,7 @@ class PlacementTask:
 
     module: int
     durations: tuple[int, ...]
-    """By mode of the module."""
+    """Durations by mode of the module."""
 
 
 class Arc(NamedTuple):
@@ -69,7 +69,7 @@ class Fleet:
     modules: tuple[tuple[PlacementMode, ...], ...]
     tasks: tuple[PlacementTask, ...]
     arcs: tuple[Arc, ...]
-    """From tasks to later ones: the tasks are in topological order."""
+    """Arcs from tasks to later ones: the tasks are in topological order."""
 
 
 Choice: TypeAlias = tuple[int, int]
@@ -77,7 +77,7 @@ Choice: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskPlacement:
+class FleetPlacement:
     """Choices of all modules, and starts of all tasks."""
 
     choices: tuple[Choice, ...]
@@ -86,10 +86,10 @@ class TaskPlacement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedTask:
+class PlacementSolution:
     """The best placement that was found."""
 
-    placement: TaskPlacement
+    placement: FleetPlacement
     bound: int
     """Lower bound of the makespan of all placements."""
 
@@ -120,7 +120,7 @@ def fits(fleet: Fleet, choices: Sequence[Choice]) -> bool:
 
 
 class Scheduler:
-    """Schedules of one fleet: what they have in common is computed once."""
+    """Schedules of one fleet; their common parts are computed once."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -146,7 +146,7 @@ class Scheduler:
             found[task] = max(found[task], *(found[other] for other in before), 0)
         return sorted(range(len(found)), key=lambda task: (found[task], task))
 
-    def settle(self, placement: TaskPlacement) -> TaskPlacement:
+    def settle(self, placement: FleetPlacement) -> FleetPlacement:
         """Return the placement with all tasks as early as their order allows."""
         while True:
             again = self.schedule(placement.choices, self.order_of(placement.starts))
@@ -154,12 +154,12 @@ class Scheduler:
                 return again
             placement = again
 
-    def best_of_orders(self, choices: Sequence[Choice]) -> TaskPlacement:
+    def best_of_orders(self, choices: Sequence[Choice]) -> FleetPlacement:
         """Return the shorter schedule of two orders: the longest rest first, and as the tasks are given."""
         orders = (self.critical_order(choices), range(len(self.fleet.tasks)))
         return min((self.schedule(choices, order) for order in orders), key=attrgetter("makespan"))
 
-    def schedule(self, choices: Sequence[Choice], order: Sequence[int]) -> TaskPlacement:
+    def schedule(self, choices: Sequence[Choice], order: Sequence[int]) -> FleetPlacement:
         """Return the schedule that starts the tasks of an order as early as those before it allow, also in their gaps.
 
         Arguments:
@@ -184,7 +184,7 @@ class Scheduler:
                         break
                 placed.append(_Use(start, start + duration, mask, modes[module].units))
             starts[task], ends[task] = start, start + duration
-        return TaskPlacement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
+        return FleetPlacement(choices=tuple(choices), starts=tuple(starts), makespan=max(ends, default=0))
 
 
 class _Use(NamedTuple):
@@ -212,7 +212,7 @@ def _has_room(beside: Sequence[_Use], mask: int, spare: int) -> bool:
     return True
 
 
-def violations(fleet: Fleet, placement: TaskPlacement) -> list[str]:
+def violations(fleet: Fleet, placement: FleetPlacement) -> list[str]:
     """Return the broken rules of a placement, by another way than `Scheduler`; empty if it is valid."""
     choices, starts = placement.choices, placement.starts
     if len(choices) != len(fleet.modules) or len(starts) != len(fleet.tasks):
@@ -249,7 +249,9 @@ def violations(fleet: Fleet, placement: TaskPlacement) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- search
 
 
-def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, use_solver: bool = True) -> PlacedTask:
+def place(
+    fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, use_solver: bool = True
+) -> PlacementSolution:
     """Return the best placement found within a time, not longer than any of `starts` that keeps the memory.
 
     Arguments:
@@ -291,7 +293,7 @@ def place(fleet: Fleet, starts: Sequence[Sequence[Choice]], *, seconds: float, u
         bound = outcome.bound
         if outcome.choices and not is_pool:
             best = min(best, scheduler.schedule(outcome.choices, outcome.order), key=attrgetter("makespan"))
-    return PlacedTask(placement=best, bound=min(bound, best.makespan))
+    return PlacementSolution(placement=best, bound=min(bound, best.makespan))
 
 
 def _uniform(fleet: Fleet) -> list[tuple[Choice, ...]]:
@@ -324,7 +326,7 @@ def _simple_bound(fleet: Fleet) -> int:
     return max(*ends, -(-least // (fleet.devices * fleet.units)))
 
 
-def _descend(scheduler: Scheduler, best: TaskPlacement, deadline: float) -> TaskPlacement:
+def _descend(scheduler: Scheduler, best: FleetPlacement, deadline: float) -> FleetPlacement:
     """Return a placement that no other mode of one module makes shorter, each on its least loaded devices."""
     fleet, before = scheduler.fleet, -1
     while before != best.makespan and time.monotonic() < deadline:

@@ -1,6 +1,6 @@
 """Constraint programming for placements: CP-SAT on devices, or on a pool of devices for a lower bound.
 
-    search(fleet, is_pool=..., ...), least_memory(fleet, seconds=...) -> Outcome
+    search(fleet, is_pool=..., ...), least_memory(fleet, seconds=...) -> PlacementOutcome
 
 In the pool a module has a number of devices but no place: the units of all devices are one resource. Every placement is
 a solution of the pool, so its bound holds, and there are few choices. Times are rounded down to ticks, which keeps
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.planner.placement import Choice, Fleet, TaskPlacement, groups_of
+from apollo_compile.planner.placement import Choice, Fleet, FleetPlacement, groups_of
 
 MOST_TICKS = 50_000
 """Ticks of the longest schedule that is searched for."""
@@ -31,14 +31,16 @@ class PlacementOutcome:
     """The best solution of a model."""
 
     choices: tuple[Choice, ...]
-    """By module; in the pool, every first device is 0. Empty if no solution was found."""
+    """Choices by module; in the pool, every first device is 0. Empty if no solution was found."""
     order: tuple[int, ...]
     """Tasks by start."""
     bound: int
-    """Lower bound of what is minimised."""
+    """Lower bound of the objective."""
 
 
-def search(fleet: Fleet, *, hint: TaskPlacement, bound: int, seconds: float, is_pool: bool = False) -> PlacementOutcome:
+def search(
+    fleet: Fleet, *, hint: FleetPlacement, bound: int, seconds: float, is_pool: bool = False
+) -> PlacementOutcome:
     """Search for a schedule that is shorter than the hint.
 
     Arguments:
@@ -46,7 +48,7 @@ def search(fleet: Fleet, *, hint: TaskPlacement, bound: int, seconds: float, is_
         hint: a valid placement.
         bound: a lower bound of the makespan.
         seconds: time limit.
-        is_pool: leave out where the groups are, for a lower bound and numbers of devices.
+        is_pool: leave out the places of groups, for a lower bound and numbers of devices.
     """
     tick = max(1, hint.makespan // MOST_TICKS)
     horizon = -(-hint.makespan // tick)

@@ -118,7 +118,7 @@ class Problem:
         return sum(hold.amount for hold in self.holds if (hold.task, hold.resource) == (task, resource))
 
     def fitting_modes(self, task: int) -> list[int]:
-        """Return the modes of a task that fit the capacities, beside what the task begins to hold."""
+        """Return the modes of a task that fit the capacities, beside the amounts that the task begins to hold."""
         left = [capacity - self.held(task, resource) for resource, capacity in enumerate(self.capacities)]
         return [
             index

@@ -1,6 +1,6 @@
 """Timing: replay an order of tasks without interference, and predict the execution of a schedule with it.
 
-    Simulator(problem).replay(order, modes) -> Schedule
+    Simulator(problem).replay(order, modes) -> TaskSchedule
     execute(problem, schedule) -> Execution
 
 Replay. Tasks are appended one after the other, each as early as its predecessors, its atoms and the hand-overs allow.

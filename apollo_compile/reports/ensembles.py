@@ -19,7 +19,7 @@ from apollo_compile.reports.values import EnsembleSummary
 from apollo_compile.target.compilation import Compilation
 
 FEWEST_MEMBERS = 3
-"""Two equal branches, as those of a forward and its target, are no ensemble that somebody would stack."""
+"""Least number of members: two equal branches, as of a forward and its target, are not worth stacking."""
 
 
 def find_ensembles(compilation: Compilation) -> tuple[EnsembleSummary, ...]:

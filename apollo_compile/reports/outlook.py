@@ -17,7 +17,7 @@ from apollo_compile.reports.values import GraphSummary, Stage, State
 from apollo_compile.units import format_ns
 
 WHOLE_NS = 2_500_000
-"""What Inductor's whole graphs of a forward, or of a backward, take longer than their segments in turn."""
+"""Time by which Inductor's whole graph of a forward, or a backward, is slower than its segments in turn."""
 
 SHORTEST_NS = 5_000_000
 """Time of a forward, or of a backward, below which nothing is predicted: no shorter steps were measured."""
@@ -34,18 +34,18 @@ class Outlook:
     """Predicted times of the graphs of one call, together."""
 
     whole_ns: int
-    """As `torch.compile` would run them."""
+    """Predicted time with `torch.compile`."""
     predicted_ns: int
-    """By their plans."""
+    """Predicted time of the plans."""
 
     @property
     def ratio(self) -> float:
-        """How many times as fast the plans are."""
+        """Predicted speed-up of the plans over `torch.compile`."""
         return self.whole_ns / self.predicted_ns
 
     @property
     def stage(self) -> Stage:
-        """Whether that is worth a try."""
+        """Whether the speed-up is worth a try."""
         return Stage.WOULD_HELP if self.ratio >= WORTH else Stage.WOULD_HARDLY_HELP
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Outlook:
 
 
 def whole_ns_of(serial_ns: int, *, num_roles: int) -> int:
-    """Return how long Inductor's whole graphs take whose segments in turn take `serial_ns`."""
+    """Return the predicted time of Inductor's whole graph whose segments in turn take `serial_ns`."""
     return serial_ns + WHOLE_NS * num_roles
 
 

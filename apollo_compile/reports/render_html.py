@@ -134,7 +134,7 @@ def short_name(name: str) -> str:
 def time_scale(graph: GraphSummary) -> int:
     """Return the nanoseconds that the width of a timeline represents; all timelines of a graph have the same scale.
 
-    A run that others disturbed is cut at `LONGEST` times what was planned, so that the plans stay readable.
+    A disturbed run is cut at `LONGEST` times the planned duration, so that the plans stay readable.
     """
     planned_ns = max(1, *(line.duration_ns for line in graph.timelines if line.name != "measured"))
     return min(round(LONGEST * planned_ns), max(planned_ns, graph.latest.duration_ns))
@@ -175,7 +175,7 @@ class Tick(NamedTuple):
     place: str
     label: str
     is_minor: bool
-    """Shown only when there is room."""
+    """Whether it is shown only when there is room."""
 
 
 def make_ticks(scale_ns: int) -> list[Tick]:
@@ -246,7 +246,7 @@ class ModuleGraph(NamedTuple):
 
 
 RowItem = int | tuple[int, int]
-"""What takes a row of a column: a module by its index, or the passage of all edges from a module through a column."""
+"""Item in a row of a column: a module by its index, or the passage of all edges from a module through a column."""
 
 
 def place_modules(graph: GraphSummary) -> ModuleGraph:

@@ -11,7 +11,7 @@ Note [traces for Perfetto]. Perfetto has requirements beyond the format:
 - Thread ids begin at 1 and are unique across processes. Perfetto looks threads up by id, so threads with equal ids lose
   their names (google/perfetto#363), and some versions take thread 0 for thread 1 (google/perfetto#2278).
 - Metadata events have no time: they apply from the start (google/perfetto#2048).
-- The track of a counter is named by its name and its series: "units" with the series "at work" is "units at work".
+- The track of a counter is named by its name and its series: "units" with the series "busy" is "units busy".
 - There is no `displayTimeUnit`: some versions interpret times in it (google/perfetto#106 and #274).
 - The slice at the end of a flow comes before the flow: the importer binds a flow to the slice that is open.
 """
@@ -125,7 +125,7 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> Iter
 def _counters(graph: GraphSummary, line: Timeline) -> list[tuple[str, str, Sequence[tuple[int, int]]]]:
     """Return name, series and changes of every counter; bytes that a lane took or may take are constant."""
     found: list[tuple[str, str, Sequence[tuple[int, int]]]] = [
-        ("units", "at work", line.units),
+        ("units", "busy", line.units),
         ("bytes", "between segments", line.memory),
     ]
     for lane, steps in zip(graph.lanes, line.memory_by_lane, strict=False):  # empty for the serial plan

@@ -79,13 +79,13 @@ class SegmentSummary:
     after: tuple[int, ...]
     """Segments that it depends on."""
     others: tuple[str, ...] = ()
-    """Modules besides its own, and what is in it, that have an operation in the segment."""
+    """Modules with an operation in the segment, besides its own module and submodules of that."""
 
     @property
     def title(self) -> str:
         """Name with the other modules that it holds: `vision.embeddings + pre_layernorm`, `matmul (no module)`.
 
-        Modules around its own are left out, and of each name what it shares with the one before.
+        Modules around its own are left out, and so is the part of a name that it shares with the one before.
         """
         others = [other for other in self.others if not f"{self.module}.".startswith(f"{other}.")]
         shown = [self.name if self.module else f"{self.name.removeprefix('~')} (no module)"]
@@ -258,7 +258,7 @@ class GraphSummary:
     pinned: bool
     """Whether the plan was read from a file."""
     variant: str
-    """The variant that runs now: see `apollo_compile.session.autotune`."""
+    """The variant that runs now: see `apollo_compile.ir.variants`."""
     num_replans: int
     """Number of replans from measured durations."""
     peak_bytes: int
@@ -333,7 +333,7 @@ class Stage(enum.StrEnum):
     """Stage of a Dynamo graph."""
 
     PLANNED = "planned"
-    """Planned only, in a dry run, without a prediction of what `torch.compile` would take."""
+    """Planned only, in a dry run, without a prediction of the time of `torch.compile`."""
     WOULD_HELP = "would help"
     WOULD_HARDLY_HELP = "would hardly help"
     """Planned only; the details have the predicted speed-up."""

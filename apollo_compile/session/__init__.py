@@ -1,1 +1,1 @@
-"""What happens while a model trains: graphs run, are observed, planned again, and compared with other variants."""
+"""The work while a model trains: run its graphs, observe them, plan them again, and compare their variants."""

@@ -33,14 +33,14 @@ def compile_code(
 ) -> Code:
     """Return the code of all bodies of a graph, and its contract.
 
-    All ranks of `agreement` choose the same libraries. `at` is told the phase, the number of the body, and how many
-    there are.
+    All ranks of `agreement` choose the same libraries. `at` is called with the phase, the number of the body, and the
+    number of bodies.
     """
     pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return Code(bodies=interpret_bodies(pieces), contract=traced.contract)
     if config.runtime.onednn and target.has_native_bodies and may_choose_library():
-        at("which library multiplies", 0, 0)
+        at("choosing libraries for matmuls", 0, 0)
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, target, agreement)
     is_native = config.runtime.bodies == "native" and target.has_native_bodies
     bodies = compile_bodies(pieces, native=is_native, at=at, **traced.kwargs)
@@ -74,7 +74,7 @@ def log_python_bodies(compilation: Compilation, bodies: Sequence[CompiledBody]) 
             logging.INFO if next(_num_warnings) else logging.WARNING,
             "%s: %d of %s could not be compiled to run without Python, so lanes take turns under the GIL and gain "
             "little or nothing: Inductor's C++ wrapper failed for segment %s: %s; 'apollo doctor' tells whether any "
-            "body can be native here (told once; others of this process in INFO lines)",
+            "body can be native here (later ones of this process are INFO lines)",
             compilation.capture.name,
             len(lost),
             format_count(len(bodies), "body", "bodies"),
@@ -100,5 +100,5 @@ def _choose_libraries(
         for graph, cores in with_cores
     )
     if count:
-        what = format_count(count, "matrix product")
-        _logger.info("%s: oneDNN computes %s of its bodies", compilation.capture.name, what)
+        products = format_count(count, "matrix product")
+        _logger.info("%s: oneDNN computes %s of its bodies", compilation.capture.name, products)

@@ -1,4 +1,4 @@
-"""Dynamo graphs whose programs are CUDA graphs: which of them may be, and a way back when one fails.
+"""Dynamo graphs whose programs are CUDA graphs: the conditions, and the fallback when a capture fails.
 
 reason_against_capture(model, graph_module, example_inputs) -> str | None
 Revertible(model, compiled, kept, compile_plainly)(*arguments)
@@ -80,10 +80,10 @@ class Revertible:
         self._kept: KeptGraph | None = kept
         self._compile_plainly = compile_plainly
         self._lock = threading.Lock()
-        """Guards the way back, which one thread takes."""
+        """Guards the fallback, which one thread makes."""
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the graph; a failure of an earlier call leads to torch.compile's function now."""
+        """Run the graph; after a failure of an earlier call, fall back to torch.compile's function first."""
         failure = None if self._kept is None else self._model.failure()
         if failure is not None and not self._model.target.is_capturing():
             self._revert(failure, arguments)

@@ -2,8 +2,8 @@
 
     GraphCompiler(model, settings).compile(graph_module, example_inputs) -> the function that Dynamo calls
 
-Note [fallback]: a Dynamo graph that segments cannot express, or that would gain nothing from them, gets exactly what
-`torch.compile(mode=..., options=...)` makes of it: same code, same caches, same memory. One INFO line says why.
+Note [fallback]: a Dynamo graph that segments cannot express, or that would gain nothing from them, gets exactly the
+function that `torch.compile(mode=..., options=...)` makes: same code, same caches, same memory. One INFO line says why.
 Whether it falls back is known once its forward, or inference graph, has been planned. By then AOTAutograd has traced a
 copy of the Dynamo graph and split it with our settings. All that follows the trace is dropped, and done again with
 those of `torch.compile`: Note [tracing once] in `torch_bridge/traced_once.py`. Where AOTAutograd's cache is in use, the
@@ -297,7 +297,7 @@ class GraphCompiler:
         self._model.add_to_reason(f"operator by operator, since {complaint}")
 
     def _accept_missing_compiler(self, error: Exception) -> str:
-        """Warn that the C++ compiler does not work and return what is wrong with it; re-raise any other error."""
+        """Warn that the C++ compiler does not work and return its complaint; re-raise any other error."""
         complaint = compiler_complaint(error)
         if complaint is None or self._model.config.debug.strict or not self._model.target.has_native_bodies:
             raise error
@@ -325,6 +325,6 @@ def _failing_run(error: Exception) -> Run:
 def _warn_of_compiler(complaint: str) -> None:
     """Warn once per process that no C++ code can be compiled."""
     _logger.warning(
-        "graphs run operator by operator, since no C++ code can be compiled: %s; 'apollo doctor' looks into it",
+        "graphs run operator by operator, since no C++ code can be compiled: %s; run 'apollo doctor' to find the cause",
         complaint,
     )

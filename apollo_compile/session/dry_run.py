@@ -50,9 +50,9 @@ class DryRun:
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
     contracts: dict[str, Contract] = field(default_factory=dict)
-    """By the name of the planned graph."""
+    """Contracts by the name of the planned graph."""
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """With what Dynamo called a graph, by its name: parameters and buffers are those of the private copy."""
+    """Arguments of Dynamo's call of a graph, by its name: parameters and buffers are those of the private copy."""
     state: tuple[torch.Tensor, ...] = ()
     """Parameters and buffers of the private copy."""
     num_returned: int = 0
@@ -148,7 +148,7 @@ def trace(
         call: the arguments.
         config: its options apply.
         profile: the device.
-        uses: given the copy of the model, returns what is called.
+        uses: given the copy of the model, returns the function to call.
         fullgraph: whether a graph break is an error.
 
     Raises:

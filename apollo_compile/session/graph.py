@@ -45,7 +45,7 @@ class CompiledGraph:
     config: Config
     target: Target
     compile_whole: Callable[[], Run] | None = None
-    """Compiles the whole graph as Inductor alone would; None where variants are not compared, or once it has."""
+    """Compiles the whole graph as Inductor alone would; None where it is not compared, or was already."""
     tuner: GraphTuner | None = None
     """Selects the variant of all graphs of the model; None where the plan always runs."""
     is_alone: bool = True
@@ -110,7 +110,8 @@ class CompiledGraph:
             if self.config.debug.strict:
                 raise
             name = self.compilation.capture.name
-            _logger.warning("%s: autotuning failed, keeping the plan: %s: %s", name, type(error).__name__, error)
+            line = "%s: autotuning failed, so the plan runs from now on: %s: %s"
+            _logger.warning(line, name, type(error).__name__, error)
         taken_ns, clock, scale = None, tuner.tuner.clock, 1.0
         if self.sized:  # makes the duration of this call comparable with calls for other sizes
             num_elements = sum(inputs[place].numel() for place in self.sized)
@@ -124,7 +125,7 @@ class CompiledGraph:
             tuner.leave(self, taken_ns)
         return outputs
 
-    # ------------------------------------------------------------------------------------------ what reports ask
+    # ------------------------------------------------------------------------------------------------ for reports
 
     @property
     def compilation(self) -> Compilation:
@@ -164,7 +165,7 @@ class CompiledGraph:
         """Return the device memory that every lane holds for the current variant; empty on a CPU."""
         return self.variants.loaded().get(self.variant, self.variants.plan).lane_bytes()
 
-    # ---------------------------------------------------------------------------------------- what the tuner asks
+    # ---------------------------------------------------------------------------------------------- for the tuner
 
     @property
     def variant(self) -> Variant:
@@ -206,7 +207,7 @@ class CompiledGraph:
         compile_whole, name = self.compile_whole, self.compilation.capture.name
         if compile_whole is None:
             raise CandidateError(f"{name} has no graph that Inductor could compile")
-        _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
+        _logger.info("%s: Inductor compiles the whole graph, to compare it with its segments", name)
         try:
             with Progress(f"compiling {name} whole", expected_ns=self.prepare_ns) as progress:
                 progress.at("Inductor, to be compared with its segments,")

@@ -109,7 +109,7 @@ class Learner:
             self.failure = f"{type(error).__name__}: {error}"
             name = self._variants.compilation.capture.name
             if self._target.has_spans:  # else the graph reverts to torch.compile, and one line says so
-                _logger.warning("%s keeps its plan, which could not be measured or made again: %s", name, self.failure)
+                _logger.warning("%s keeps its plan, since measuring or replanning failed: %s", name, self.failure)
             return None
 
     def _observe_run(self) -> None:

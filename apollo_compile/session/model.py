@@ -11,7 +11,8 @@ from types import CodeType
 from typing import Any
 
 from apollo_compile.autotune.candidates import Candidate, CompileBudget
-from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN, Rules
+from apollo_compile.autotune.comparison import PER_CALL, PER_TURN, Rules
+from apollo_compile.autotune.decision import is_reliable
 from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.config import Config
@@ -29,11 +30,11 @@ from apollo_compile.torch_bridge.boundary import Boundary
 _logger = logging.getLogger(__name__)
 
 NOT_YET = "torch.compile is not compared yet"
-"""Of a verdict without it: its compile waits until it is a small share of the time trained."""
+"""Note on a verdict without torch.compile, whose compile waits until it is a small share of the training time."""
 
 CLEAR = 1.20
-"""Speed-up of a plan over its segments in turn from which Inductor's whole graph waits for the compile budget: it would
-have to beat Inductor's own segments by as much."""
+"""Least speed-up of a plan over its segments in turn for which Inductor's whole graph waits for the compile budget: it
+would have to beat Inductor's own segments by as much."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -50,27 +51,25 @@ class CompiledModel:
     """Code objects that it was traced from; by them, a report finds a graph that reads no parameter."""
     graphs: list[CompiledGraph] = field(default_factory=list)
     tuned: list[CompiledGraph] = field(default_factory=list)
-    """Those of them whose variant the tuner selects."""
+    """Graphs whose variant the tuner selects."""
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of every fallback: of the whole Dynamo graph, or of one of its graphs."""
-    falls_back: bool = False
-    """Whether the whole Dynamo graph falls back to torch.compile: Note [fallback] in `compile.py`."""
     unprofitable: list[Compilation] = field(default_factory=list)
-    """Plans of fallbacks that were planned, where the plan is not worth compiling."""
+    """Plans that were not worth compiling, of graphs that fall back."""
     again: str = ""
     """Why Dynamo compiled the code again, as the end of a phrase; empty for a first compile."""
     called: weakref.ref[Callable[..., Any]] | None = None
-    """What `torch.compile` was called with, where that is known."""
+    """The argument of `torch.compile`, where it is known."""
     num_before: int = 0
-    """Other graphs of the same call that were compiled before."""
+    """Number of other graphs of the same call that were compiled before."""
     has_warned: bool = False
-    """Whether a warning told that its call fell into many graphs."""
+    """Whether a warning about the many graphs of its call was logged."""
     graph_break: GraphBreak | None = None
     """The graph break that ended the Dynamo graph; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
     """The ranks that must run the same plans and variants."""
     without_lanes: str | None = None
-    """Why no lanes can take it; None if some may."""
+    """Why it cannot run on lanes; None if it may."""
     clock: Callable[[], int] = time.perf_counter_ns
     """Time of the host in nanoseconds."""
     is_for_step: bool = False
@@ -145,13 +144,11 @@ class CompiledModel:
 
     def forget_graphs(self) -> None:
         """Drop all graphs: the Dynamo graph is compiled again."""
-        self.falls_back = False
         for known in (self.graphs, self.tuned, self.unprofitable, self.fallbacks):
             known.clear()
 
     def fall_back(self, fallback: Fallback) -> None:
         """Let the whole Dynamo graph fall back to torch.compile, and log why."""
-        self.falls_back = True
         self.add_fallback(self.name, fallback)
 
     def add_fallback(self, name: str, fallback: Fallback) -> None:
@@ -159,8 +156,13 @@ class CompiledModel:
         self.fallbacks.append((name, fallback.reason))
         if fallback.unprofitable is not None:
             self.unprofitable.append(fallback.unprofitable)
-        compiler = "torch.compile" if self.falls_back else "Inductor"
+        compiler = "torch.compile" if name == self.name else "Inductor"
         _logger.log(fallback.level, "%s falls back to %s: %s", name, compiler, fallback.reason)
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether the whole Dynamo graph falls back to torch.compile: Note [fallback] in `compile.py`."""
+        return any(name == self.name for name, _ in self.fallbacks)
 
     def add_to_reason(self, detail: str) -> None:
         """Append a detail to the reason of the latest fallback."""
@@ -246,7 +248,7 @@ class CompiledModel:
         return [inductor, *(Candidate(variant=variant) for variant in own)]
 
     def _is_inductor_urgent(self, verdict: Verdict) -> bool:
-        """Whether Inductor's whole graphs are compiled at once: they are new code, unless they are captured, too."""
+        """Whether Inductor compiles whole graphs at once: not for CUDA graphs, and not where the plan leads clearly."""
         serial = next((each for each in verdict.standings if each.name == Variant.SERIAL), None)
         is_clear = verdict.winner is Variant.PLAN and serial is not None and serial.ratio >= CLEAR
         return not (self.target.captures or is_clear)
@@ -264,12 +266,11 @@ class CompiledModel:
             self.target.keep_only(variants)
 
     def _keep_verdict(self, verdict: Verdict) -> None:
-        is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
         for graph in self.tuned:
-            if graph.has_run and is_worth_keeping:
+            if graph.has_run and is_reliable(verdict):
                 self.warm_start.keep(graph.compilation, graph.variant_for(verdict.winner), verdict)
             if verdict.has_compared(Variant.INDUCTOR) and all(other.has_run for other in self.tuned):
-                graph.compile_whole = None  # frees a graph; later comparisons take what is compiled by now
+                graph.compile_whole = None  # frees an FX graph; later comparisons take compiled variants
         self.target.trim_memory()  # every variant left free blocks
 
 
@@ -279,7 +280,7 @@ def rules_of(target: Target) -> Rules:
 
 
 def describe_result(verdict: Verdict | None, variants: Iterable[Variant], num_lanes: int) -> str:
-    """Return how fast the winner is, and what runs, as in `1.42x as fast as torch.compile (plan on 2 lanes)`."""
+    """Return speed-up and variant of the winner, as in `1.42x as fast as torch.compile (plan on 2 lanes)`."""
     names = dict.fromkeys([verdict.winner] if verdict is not None else variants)
     runs = ", ".join(f"plan on {format_count(num_lanes, 'lane')}" if x is Variant.PLAN else x for x in names)
     earlier = ", measured in an earlier run" if verdict is not None and verdict.is_remembered else ""

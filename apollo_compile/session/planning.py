@@ -37,14 +37,14 @@ WORTH_NATIVE = 0.05
 """Share of the wrapper in a graph's predicted time from which native segments are worth compiling for that alone."""
 
 FEW_PIECES = 2
-"""Graphs of one call that are compiled in segments if these may be faster at all; those that follow have to pay."""
+"""Graphs of one call that are compiled in segments if these may be faster; later ones must save `LEAST_GAIN_NS`."""
 
 LEAST_GAIN = 1.05
-"""Predicted speed-up of a plan over its segments in turn from which it is compiled, where times of segments in turn
-promise nothing over Inductor's whole graph: on a GPU, and among several ranks."""
+"""Least predicted speed-up of a plan over its segments in turn for which it is compiled on a GPU, and among several
+ranks: there, segments in turn are not faster than Inductor's whole graph."""
 
 LEAST_GAIN_NS = 100_000
-"""What the plan of a further graph has to save in a call: 10 s of compiling pay after 100,000 calls."""
+"""Least time that the plan of a further graph saves in a call: 10 s of compiling pay off after 100,000 calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Fallback:
     unprofitable: Compilation | None = None
     """Its plan, if it has one that is not worth compiling."""
     level: int = logging.INFO
-    """Level of the log line; a WARNING is for what should have worked."""
+    """Level of the log line; a WARNING where segments should have worked."""
 
 
 def plan_graph(
@@ -122,8 +122,8 @@ def reason_to_fall_back(
     """
     if compilation.finding is not None and compilation.finding.verdict is not None:
         has_inductor_won = compilation.finding.variant is Variant.INDUCTOR
-        told = f"Inductor was the fastest when it was measured: {compilation.finding.verdict}"
-        return told if has_inductor_won else None
+        reason = f"Inductor was the fastest when it was measured: {compilation.finding.verdict}"
+        return reason if has_inductor_won else None
     plan, is_captured = compilation.plan, not compilation.profile.is_predictable
     if is_captured and compilation.capture.role is Role.BACKWARD:
         return None  # a CUDA graph of it reads what that of its forward saved
@@ -170,7 +170,7 @@ def _nothing_to_gain(plan: Plan) -> str:
 
 
 def role_of(graph_module: fx.GraphModule, kwargs: Mapping[str, Any]) -> Role:
-    """Return the role of a graph from what AOTAutograd passes with it, and from what is in it."""
+    """Return the role of a graph, from the arguments that AOTAutograd passes with it, and from its nodes."""
     if kwargs.get("is_backward"):
         return Role.BACKWARD
     if not kwargs.get("is_inference"):

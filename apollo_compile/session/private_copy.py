@@ -41,7 +41,7 @@ class PrivateCopy:
                 for parameter in owner.parameters()
                 if type(parameter) is nn.Parameter  # subclasses, as in lazy modules, define their own copy
             }
-            advice = "see what it holds besides tensors"
+            advice = "check attributes besides tensors"
             self.run = _copy(model, f"the model, a {type(owner).__name__},", advice, dict(shared))
             self._shared = {id(parameter): parameter for parameter in shared.values()}
 
@@ -68,12 +68,12 @@ def copy_inputs(call: Arguments) -> Arguments:
     return copied
 
 
-def _copy(value: Any, what: str, advice: str, memo: dict[int, Any]) -> Any:
+def _copy(value: Any, name: str, advice: str, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
     except Exception as error:
         raise TargetError(
-            f"cannot copy {what} to plan it without side effects: {type(error).__name__}: {error}; {advice}"
+            f"cannot copy {name} to plan it without side effects: {type(error).__name__}: {error}; {advice}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What this process has compiled and still keeps: the models of `torch.compile(..., backend="apollo")`."""
+"""Registry of the models that `torch.compile(..., backend="apollo")` compiled, as long as Dynamo keeps them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def find_models(model: Callable[..., Any]) -> list[CompiledModel]:
 
 
 def models_of_call(called: Callable[..., Any]) -> list[CompiledModel]:
-    """Return the compiled models that came of calls of `torch.compile(called)`."""
+    """Return the compiled models that `torch.compile(called)` made."""
     return [model for model in compiled_models() if model.called is not None and model.called() is called]
 
 
 def num_graphs_of(called: weakref.ref[Callable[..., Any]] | None, *, besides: str) -> int:
-    """Return how many graphs a call became until now, besides those of the code that the graph `besides` is of."""
+    """Return the number of graphs of a call so far, without those from the code of the graph `besides`."""
     run = None if called is None else called()
     if run is None:
         return 0
@@ -65,7 +65,7 @@ def num_graphs_of(called: weakref.ref[Callable[..., Any]] | None, *, besides: st
 
 
 def describe_calls(models: Iterable[CompiledModel], *, are_over: bool = True) -> str:
-    """Return a line for each call of `torch.compile` that these graphs are of and that fell into many; often empty."""
+    """Return a line for each call of `torch.compile` that fell into many graphs, these among them; often empty."""
     lines = []
     calls = [model.called() for model in models if model.called is not None]
     for called in {id(call): call for call in calls if call is not None}.values():

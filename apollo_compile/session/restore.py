@@ -1,8 +1,8 @@
 """Bundle a model's graphs for AOTAutograd's cache, and restore them in a later process, which does not trace them.
 
 Inductor caches the code of every segment by itself; but looking it up takes a traced graph, and tracing takes most of a
-warm start. A bundle holds the compiled graph: segments, plan, and the code of bodies. What is known only later (the
-plan from measured durations, and the verdict) is in the history, which is consulted when a bundle is loaded.
+warm start. A bundle holds the compiled graph: segments, plan, and the code of bodies. Later
+results (the plan from measured durations, and the verdict) are in the history, which is read when a bundle is loaded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SegmentsBundle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FallbackBundle:
-    """Why a graph falls back."""
+    """The reason of a fallback, as data."""
 
     role: Role
     fallback: Fallback
@@ -95,7 +95,7 @@ class Restorer:
         if fallback.unprofitable is not None:
             finding = self._model.warm_start.recall_under(name, bundle.history_key)
             if fallback.unprofitable.finding and (finding is None or finding.variant is not Variant.INDUCTOR):
-                raise UnsupportedGraphError("that Inductor is faster is known no longer")
+                raise UnsupportedGraphError("the verdict for Inductor has expired")
             fallback = replace(fallback, unprofitable=rename(fallback.unprofitable, name))
         if bundle.code is None:
             self._model.fall_back(fallback)
@@ -125,7 +125,7 @@ class Restorer:
                 self._model.fall_back(fallback)
                 return placeholder_run
             if compile_whole is None:
-                raise UnsupportedGraphError("there is no graph that Inductor could compile")
+                raise UnsupportedGraphError("the bundle has no graph for Inductor")
             compiled = compile_whole()
             self._model.add_fallback(name, fallback)
             return compiled

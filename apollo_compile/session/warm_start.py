@@ -1,4 +1,4 @@
-"""Warm start: what a Dynamo graph reuses from earlier processes and keeps for later ones.
+"""Warm start: results of earlier processes that a Dynamo graph reuses, and results that it keeps for later ones.
 
 Findings are plans, the observations that they were made from, and verdicts. Bundles are compiled graphs, which
 AOTAutograd's cache stores under a key that is made here. Both are reused under the same circumstances only (machine,
@@ -49,7 +49,7 @@ class WarmStart:
     _keys: dict[str, str] = field(default_factory=dict)
     """Keys of findings, by the name of the graph."""
     _bundles: History | None = None
-    """Has the current generation of bundles; None where graphs are not cached."""
+    """History with the current generation of bundles; None where graphs are not cached."""
     _bundle_name: str = ""
     """Their key without the generation; a new generation begins when a bundle turns out to be unusable."""
 
@@ -72,7 +72,8 @@ class WarmStart:
         except Exception as error:  # the graph is planned as if it were new
             if self.config.debug.strict:
                 raise
-            _logger.info("%s: earlier runs are not recalled: %s: %s", self.name, type(error).__name__, error)
+            line = "%s: findings of earlier runs cannot be read, so it is planned as a new graph: %s: %s"
+            _logger.info(line, self.name, type(error).__name__, error)
             return None
 
     def recall_under(self, name: str, key: str | None) -> Finding | None:
@@ -94,7 +95,8 @@ class WarmStart:
         except Exception as error:  # a failure here must not stop training
             if self.config.debug.strict:
                 raise
-            _logger.info("%s: not kept for the next run: %s: %s", self.name, type(error).__name__, error)
+            line = "%s: its plan cannot be kept, so the next run plans it again: %s: %s"
+            _logger.info(line, self.name, type(error).__name__, error)
 
     def bundle_key(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
         """Return the key of the graphs in AOTAutograd's cache; None where they are not to be cached.
@@ -130,7 +132,7 @@ class WarmStart:
 
     @functools.cached_property
     def _circumstances(self) -> str:
-        """What graphs and findings depend on besides the Dynamo graph.
+        """The dependencies of graphs and findings besides the Dynamo graph.
 
         It is computed once, since Inductor's settings may differ when a backward compiles.
         """

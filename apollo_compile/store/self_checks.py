@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from apollo_compile.store.files import Dated, FileFormat, FileState, Found, Store
-from apollo_compile.target.findings import CheckResult, Level
+from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint, describe_changes
 
 _logger = logging.getLogger(__name__)
@@ -34,16 +34,16 @@ class SelfCheck(Dated):
     """Result of a self-check, with the fingerprint of the GPU."""
 
     fingerprint: Fingerprint
-    findings: tuple[CheckResult, ...]
+    results: tuple[CheckResult, ...]
 
     @property
     def complaint(self) -> str | None:
         """First error; None if there is none."""
-        errors = (each for each in self.findings if each.level is Level.ERROR)
+        errors = (each for each in self.results if each.level is Level.ERROR)
         return next((f"{each.subject}: {each.message}" for each in errors), None)
 
 
-FORMAT = FileFormat(kind="self-check of a GPU", number=1, content=SelfCheck, max_bytes=2**20)
+FORMAT = FileFormat(kind="self-check of a GPU", number=2, content=SelfCheck, max_bytes=2**20)
 
 
 class SelfChecks:

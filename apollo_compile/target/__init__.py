@@ -5,6 +5,6 @@ compilation.py  the products of one graph that a device loads, and findings of e
 profile.py      constants and rates of a device
 lanes.py        the lanes that a program may use
 fingerprint.py  identity of a device for files
-findings.py     results of checks
+check_result.py results of checks
 matmul.py       a matrix product whose library may be chosen
 """

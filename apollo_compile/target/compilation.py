@@ -1,4 +1,4 @@
-"""The products of one graph that a device loads, and what an earlier process found about it.
+"""The products of one graph that a device loads, and the finding of an earlier process about it.
 
 Compilation     capture, partition, costs, plan, program
 Finding         plan, measurements and variant that an earlier process kept

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What a measurement depends on."""
+    """Properties of device and software that a measurement depends on."""
 
     device: str
     driver: str | None

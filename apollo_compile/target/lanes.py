@@ -1,7 +1,7 @@
 """The lane catalogue: the few lanes that a program on a device may use.
 
     lane_catalogue(units, atoms)  -> lanes
-    useful_lanes(lanes, abreast)  -> the lanes that are of use for so many segments at once
+    lanes_for_two(lanes)          -> the lanes for at most two segments at once
     with_network(lanes)           -> the same, and a lane without units for communication with other ranks
     atom_borders(atoms)           -> the first unit of every atom, and the end of the last
 
@@ -64,13 +64,8 @@ def _is_cut(split: Sequence[int]) -> bool:
     return all(first < last for first, last in itertools.pairwise(split))
 
 
-def useful_lanes(lanes: tuple[Lane, ...], abreast: int) -> tuple[Lane, ...]:
-    """Return the lanes that are of use where at most `abreast` segments run at once, lane 0 first.
-
-    For up to two, these are all units and the splits in two: a plan for them is found sooner among few lanes.
-    """
-    if abreast > 2:
-        return lanes
+def lanes_for_two(lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
+    """Return lane 0 and the lanes of splits in two: a plan of two branches is found sooner among few lanes."""
     narrow = {frozenset(lane.units) for lane in lanes[1:]}
     everything = frozenset[int]().union(*narrow)
     return tuple(

@@ -60,13 +60,13 @@ class CompiledBody:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """What the caller of a graph guarantees about inputs and expects of outputs, by position."""
+    """Guarantees of the caller of a graph about inputs, and its expectations of outputs, by position."""
 
     static_inputs: frozenset[int] = frozenset()
     """Inputs that AOTAutograd calls static: parameters; in a backward, everything that the forward saved."""
     stable_inputs: frozenset[int] = frozenset()
-    """Inputs that were where they are in the last steps, although nothing promises it; they are read there until one
-    moves."""
+    """Inputs that stayed at their addresses in the last steps, although nothing promises it; they are read there until
+    one moves."""
     written_inputs: frozenset[int] | None = frozenset()
     """Inputs that the graph writes to; None where it also writes to something else."""
     user_outputs: frozenset[int] = frozenset()
@@ -89,7 +89,7 @@ class Code:
     contract: Contract = field(default_factory=Contract)
     is_all_or_nothing: bool = False
     """Whether a run that fails must have changed nothing, since something else then runs in its place. Where runs are
-    CUDA graphs, what cannot be one raises `NotReplayedError`."""
+    CUDA graphs, a run that cannot be one raises `NotReplayedError`."""
 
 
 class Runnable(Protocol):
@@ -178,16 +178,14 @@ class Target(Protocol):
     def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
         """Return those of these matmuls, each with a number of units, that oneDNN computes faster than BLAS.
 
-        What is not yet known is measured, so call it inside `interpret.real_tensors` during a compile.
+        Unknown times are measured, so call it inside `interpret.real_tensors` during a compile.
         """
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> Runnable:
         """Load a program; `variant` says which graphs share memory with it."""
 
-    def load_whole(
-        self, compilation: Compilation, code: Code, run: Run, variant: Variant = Variant.INDUCTOR
-    ) -> Runnable:
-        """Load the whole graph as Inductor compiled it, to run in the same form as plans do, as this variant."""
+    def load_whole(self, compilation: Compilation, code: Code, run: Run) -> Runnable:
+        """Load Inductor's code of the whole graph as the variant `INDUCTOR`, to run in the same form as plans."""
 
     def share_memory(self, other: Target) -> None:
         """Let programs of steps use the memory of those of another target, since one step runs at a time."""
@@ -205,4 +203,4 @@ class Target(Protocol):
         """Wait until everything launched so far has ended, and return the host's time."""
 
     def circumstances(self) -> Sequence[object]:
-        """Return what findings depend on besides the profile, as JSON values."""
+        """Return the dependencies of findings besides the profile, as JSON values."""

@@ -444,15 +444,15 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from apollo_compile.tools.doctor import diagnose, is_fit, look
 
-    findings = diagnose(look(check_gpu_again=args.self_check, try_cpu=args.cpu))
+    results = diagnose(look(check_gpu_again=args.self_check, try_cpu=args.cpu))
     if args.json:
-        print(json.dumps([to_json(finding) for finding in findings], indent=1))
+        print(json.dumps([to_json(result) for result in results], indent=1))
     else:
-        for finding in findings:
-            print(f"{finding.level.value:8s} {finding.subject}: {finding.message}")
-            if finding.advice:
-                print(f"{'':8s} -> {finding.advice}")
-    return 0 if is_fit(findings) else 1
+        for result in results:
+            print(f"{result.level.value:8s} {result.subject}: {result.message}")
+            if result.advice:
+                print(f"{'':8s} -> {result.advice}")
+    return 0 if is_fit(results) else 1
 
 
 def _plan_diff(args: argparse.Namespace) -> int:

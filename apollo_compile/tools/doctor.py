@@ -29,7 +29,7 @@ from apollo_compile.progress import Progress
 from apollo_compile.store.files import FileState
 from apollo_compile.store.plan_file import read_plans
 from apollo_compile.store.profiles import cached_profile_path, inspect_profile
-from apollo_compile.target.findings import CheckResult, Level
+from apollo_compile.target.check_result import CheckResult, Level
 
 LEAST_TORCH = (2, 11)
 
@@ -84,12 +84,12 @@ class MachineFacts:
     cuda_devices: tuple[str, ...] = ()
     cuda_build: str | None = None
     """CUDA version that torch was built with; None if it was built without CUDA."""
-    cuda_findings: tuple[CheckResult, ...] = ()
+    cuda_results: tuple[CheckResult, ...] = ()
     """Findings about the first CUDA device, including its self-check."""
 
 
 def diagnose(facts: MachineFacts) -> tuple[CheckResult, ...]:
-    """Return the findings, in the order in which problems should be fixed."""
+    """Return the results, in the order in which problems should be fixed."""
     return (
         _ok("python", facts.python),
         _torch(facts),
@@ -105,19 +105,19 @@ def diagnose(facts: MachineFacts) -> tuple[CheckResult, ...]:
     )
 
 
-def is_fit(findings: Iterable[CheckResult]) -> bool:
-    """Return whether apollo works on this machine: no finding is an error."""
-    return all(finding.level is not Level.ERROR for finding in findings)
+def is_fit(results: Iterable[CheckResult]) -> bool:
+    """Return whether apollo works on this machine: no result is an error."""
+    return all(result.level is not Level.ERROR for result in results)
 
 
 # ------------------------------------------------------------------------------------------------------- judgements
 
 
-def _finding(level: Level, subject: str, message: str, advice: str = "") -> CheckResult:
+def _result(level: Level, subject: str, message: str, advice: str = "") -> CheckResult:
     return CheckResult(level=level, subject=subject, message=message, advice=advice)
 
 
-_ok, _note, _warning, _error = (functools.partial(_finding, level) for level in Level)
+_ok, _note, _warning, _error = (functools.partial(_result, level) for level in Level)
 
 
 def _torch(facts: MachineFacts) -> CheckResult:
@@ -178,13 +178,13 @@ def _compiler(facts: MachineFacts) -> CheckResult:
 
 
 def _can_compile(facts: MachineFacts) -> bool:
-    """Whether bodies can be compiled, as far as the findings tell."""
+    """Whether bodies can be compiled, as far as the results tell."""
     return is_fit((_torch(facts), _native(facts), _compiler(facts)))
 
 
 def _bodies(facts: MachineFacts) -> Iterator[CheckResult]:
     if not _can_compile(facts):
-        return  # other findings must be fixed first
+        return  # other results must be fixed first
     if not facts.is_body_tried:
         message = "not tested: only models on the CPU use them, and torch sees a GPU"
         yield _note("native bodies", message, "run 'apollo doctor --cpu' to test one, which can take a minute")
@@ -267,7 +267,7 @@ def _cuda(facts: MachineFacts) -> list[CheckResult]:
                 f"torch sees {names}; graphs on it run with torch.compile, unless another variant is faster",
                 "if an error follows, set 'device.cuda_lanes' to False (APOLLO_CUDA_LANES=0)",
             ),
-            *facts.cuda_findings,
+            *facts.cuda_results,
         ]
     why = "torch was built without it" if facts.cuda_build is None else "torch sees no device"
     return [_ok("CUDA", f"not used: {why}")]
@@ -338,7 +338,7 @@ def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Machin
         ortools_problem=ortools_problem and ortools_problem + _protobufs(),
         cuda_devices=tuple(names),
         cuda_build=None if torch is None else torch.version.cuda,
-        cuda_findings=_examine_cuda(cache, check_gpu_again) if is_complete and has_gpu else (),
+        cuda_results=_examine_cuda(cache, check_gpu_again) if is_complete and has_gpu else (),
         is_body_tried=try_cpu or not has_gpu,
     )
     if not facts.is_body_tried or not _can_compile(facts):
@@ -386,7 +386,7 @@ def _body_problem() -> str | None:
             (body,) = compile_bodies(
                 [("doctor", graph, fakes)], native=True, is_inference=True, is_backward=False, graph_id=0
             )
-    except Exception as error:  # any error of the compiler or of torch's private parts is a finding
+    except Exception as error:  # any error of the compiler or of torch's private parts is a result
         return _format(error)
     return None if body.keeps_python is None else body.keeps_python.reason
 
@@ -399,12 +399,12 @@ def _look_at_config() -> tuple[Config | None, str | None]:
 
 
 def _examine_cuda(cache: Path | None, check_again: bool) -> tuple[CheckResult, ...]:
-    """Return the findings about the first GPU, from an examination and from the stored or a new self-check."""
+    """Return the results about the first GPU, from an examination and from the stored or a new self-check."""
     try:
         from apollo_compile.device.gpu.check.examine import examine_cuda
 
         found = examine_cuda()
-        if cache is None or any(finding.level is Level.ERROR for finding in found):
+        if cache is None or any(result.level is Level.ERROR for result in found):
             return found  # there are no lanes to check
         from apollo_compile.device.gpu.check.self_check import check_gpu, describe
         from apollo_compile.device.gpu.run.gpu import TorchGpu

@@ -1,7 +1,7 @@
 """Step an optimizer of torch for some of its parameters at a time.
 
 The optimizers of torch treat every parameter by itself, so a step may be taken module by module, as soon as the
-gradients of a module are final: `StepInParts`.
+gradients of a module are final: `OptimizerInParts`.
 
 Note [parts]: a part is the user's own optimizer object seen through a view, which shares its state and its settings and
 has fewer parameters. Its class does the work, so numbers, `state_dict()`, schedulers and checkpoints are torch's own.
@@ -35,8 +35,8 @@ _FEWEST_BITS = 32
 """Smallest width of a dtype for a fused kernel that the user did not ask for; below it, rounding is visible."""
 
 
-class StepInParts:
-    """Takes the step of an optimizer for some of its parameters at a time; see Note [parts]."""
+class OptimizerInParts:
+    """Steps an optimizer, some of its parameters at a time; see Note [parts]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the groups of parameters; `refresh` looks again."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.torch_bridge.storages import addresses_of
 
 MOST_QUICK_CHANGES = 4
@@ -43,8 +43,8 @@ def problem_of_replays(optimizer: torch.optim.Optimizer) -> str | None:
     return f"{name} steps with numbers of the host"
 
 
-class ReplayedStep(StepInParts):
-    """Takes the step of an optimizer for some of its parameters at a time, in a CUDA graph.
+class ReplayedOptimizer(OptimizerInParts):
+    """Steps an optimizer, some of its parameters at a time, in a CUDA graph.
 
     Arguments:
         optimizer: the user's.

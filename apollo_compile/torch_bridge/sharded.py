@@ -1,8 +1,8 @@
 """A model whose parameters FSDP2 has sharded, for steps that gather them and scatter gradients themselves.
 
-reason_for_hooks(model)            why a step has to leave that to the hooks of `fully_shard`; None if it need not
-ShardedModel(model)                whole parameters in the place of shards, and the two collectives
-StepOfShards(optimizer, sharded)   a `StepInParts` that is given whole parameters, and steps their shards
+reason_for_hooks(model)                 why a step has to leave that to the hooks of `fully_shard`; None if it need not
+ShardedModel(model)                     whole parameters in the place of shards, and the two collectives
+OptimizerOfShards(optimizer, sharded)   an `OptimizerInParts` that takes whole parameters, and steps their shards
 
 Note [whole parameters]
     Hooks of `fully_shard` end Dynamo's graph, and a program calls no autograd. So while a step is taken, modules have
@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from apollo_compile.errors import TargetError
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -247,9 +247,9 @@ class ShardedModel:
         gradients = (self.owner_of(each).grad for each in parameters)
         return [each._local_tensor for each in gradients if isinstance(each, DTensor)]
 
-    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> StepInParts:
-        """Return what steps the shards of some whole parameters at a time."""
-        return StepOfShards(optimizer, self)
+    def optimizer_in_parts(self, optimizer: torch.optim.Optimizer) -> OptimizerInParts:
+        """Return the optimizer for the shards of some whole parameters at a time."""
+        return OptimizerOfShards(optimizer, self)
 
     def leave(self, bucket: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """Leave gradients in `.grad` of sharded parameters, added to what is there."""
@@ -258,8 +258,8 @@ class ShardedModel:
             owner.grad = gradient if owner.grad is None else owner.grad + gradient
 
 
-class StepOfShards(StepInParts):
-    """Takes the step of an optimizer of sharded parameters for some of them at a time.
+class OptimizerOfShards(OptimizerInParts):
+    """Steps an optimizer of sharded parameters, some of them at a time.
 
     Arguments:
         optimizer: the user's.

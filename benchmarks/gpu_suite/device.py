@@ -139,10 +139,10 @@ class Looker:
         """Return whether doctor finds an error, and all that it finds."""
         from apollo_compile.tools.doctor import diagnose, is_fit, look
 
-        findings = diagnose(look())
-        bad = [f"{each.subject}: {each.message}" for each in findings if each.level in ("error", "warning")]
-        numbers = {each.subject: to_json(each) for each in findings}
-        state = "ok" if is_fit(findings) else "failed"
+        results = diagnose(look())
+        bad = [f"{each.subject}: {each.message}" for each in results if each.level in ("error", "warning")]
+        numbers = {each.subject: to_json(each) for each in results}
+        state = "ok" if is_fit(results) else "failed"
         result = CheckResult(name=DOCTOR, state=state, text="; ".join(bad) or "nothing to do", numbers=numbers)
         return asdict(result)
 

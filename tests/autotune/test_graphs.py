@@ -111,7 +111,7 @@ def test_a_paused_tuner_leaves_the_plans() -> None:
     machine.autotuner.is_paused = True
     machine.run(ENOUGH)
     assert set(machine.graphs[0].used) == {PLAN} and machine.num_watched == 0 and machine.autotuner.is_settled
-    machine.autotuner.is_paused = False
+    machine.autotuner.resume()
     machine.run(ENOUGH)
     assert machine.verdicts[0].winner == SERIAL
 

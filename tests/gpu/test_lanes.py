@@ -12,7 +12,7 @@ from apollo_compile.device.gpu.check.self_check import run_checks
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import TorchGpu
 from apollo_compile.session import registry
-from apollo_compile.target.findings import Level
+from apollo_compile.target.check_result import Level
 from benchmarks.gpu_training_checks import OPTIONS as CHECKED
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -21,9 +21,9 @@ OPTIONS = {**CHECKED, "plan.replan": False}  # formulas give small models lanes,
 
 def test_the_examination_finds_nothing_wrong() -> None:
     """Censuses in eager and in replay, nodes of captured graphs, lanes that overlap, and the experiments."""
-    findings = (*examine_cuda(), *run_checks(TorchGpu(0)))
-    assert len(findings) >= 13
-    assert [finding for finding in findings if finding.level == Level.ERROR] == []
+    results = (*examine_cuda(), *run_checks(TorchGpu(0)))
+    assert len(results) >= 13
+    assert [result for result in results if result.level == Level.ERROR] == []
 
 
 @pytest.mark.parametrize("dropout", (0.0, 0.3))

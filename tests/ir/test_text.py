@@ -9,13 +9,13 @@ import pytest
 
 from apollo_compile.ir import LaneId, SegmentId, Span, Trace, text
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.target.lanes import lane_catalogue, useful_lanes
+from apollo_compile.target.lanes import lane_catalogue, lanes_for_two
 from tests.builders import costs, follow, graph, plan, random_costs, random_graph, random_lanes
 from tests.ir.check.test_graph import capture, partition
 
 NAMES = ("embed", "vision.layers.0", "vision.layers.1", "text.layers.0", "text.layers.1", "head")
 GRAPH = graph((), (0,), (1,), (0,), (3,), (2, 4), names=NAMES, bodies=(0, 1, 1, 2, 2, 3), after={5: [1]})
-LANES = useful_lanes(lane_catalogue(4), 2)
+LANES = lanes_for_two(lane_catalogue(4))
 COSTS = costs(
     GRAPH,
     LANES,

@@ -18,8 +18,8 @@ from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import lanes_for, make_plan, make_serial_plan, to_problem
 from apollo_compile.planner import apart
 from apollo_compile.store.profiles import default_profile
-from apollo_compile.target.lanes import lane_catalogue, useful_lanes, with_network
-from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
+from apollo_compile.target.lanes import lane_catalogue, lanes_for_two, with_network
+from tests.builders import chains, costs, graph, most_at_once, random_costs, random_graph, random_lanes
 from tests.builders import plan as place
 from tests.planner.oracle import find_optimum
 
@@ -73,13 +73,13 @@ LITTLE = {"work_s": 0.1, "time_limit_s": 60.0}
 
 
 @pytest.mark.parametrize(("num_branches", "units"), [(3, 16), (4, 4), (4, 16), (5, 16)])
-def test_as_many_branches_run_abreast_as_there_are_lanes_for(num_branches: int, units: int) -> None:
+def test_as_many_branches_run_at_once_as_there_are_lanes_for(num_branches: int, units: int) -> None:
     """Where few units are used best: shorter than on the lanes of splits in two, and never more than four at once."""
     made, table, lanes = chains(*num_branches * [[100] * 3], units=units, efficiency=0.4)
     plan = planned(made, table, lanes, **LITTLE)
-    assert plan.num_abreast == min(4, num_branches)
-    in_two = planned(made, table, useful_lanes(lanes, 2), **LITTLE)
-    assert plan.makespan_ns < in_two.makespan_ns and in_two.num_abreast == 2
+    assert most_at_once(plan) == min(4, num_branches)
+    in_two = planned(made, table, lanes_for_two(lanes), **LITTLE)
+    assert plan.makespan_ns < in_two.makespan_ns and most_at_once(in_two) == 2
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_more_lanes_are_searched_only_where_no_plan_on_few_is_as_short(seed: int
     rng = random.Random(100 + seed)
     towers = [[rng.randrange(20, 200) for _ in range(rng.randrange(1, 5))] for _ in range(rng.randrange(3, 6))]
     made, table, lanes = chains(*towers, units=16, efficiency=rng.uniform(0.2, 1.0), handover_ns=3)
-    few = useful_lanes(lanes, 2)
+    few = lanes_for_two(lanes)
     plans = [make_plan(made, table, lanes=each, planner="greedy", **LITTLE) for each in (few, lanes)]
     if lanes_for(made, table, lanes) == few:
         assert plans[1].assignments == plans[0].assignments

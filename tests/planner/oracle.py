@@ -102,7 +102,7 @@ def random_without_lanes(rng: random.Random, num_tasks: int) -> tuple[Task, ...]
 
 SMALL: dict[str, Callable[[random.Random], Problem]] = {
     "two or four units": lambda rng: random_problem(rng, rng.randrange(1, 6), rng.choice((2, 4))),
-    "four abreast": lambda rng: random_problem(rng, 3, 16),
+    "four at once": lambda rng: random_problem(rng, 3, 16),
     "within limits": lambda rng: limited(rng, random_problem(rng, rng.randrange(1, 5), rng.choice((2, 4)))),
     "without lanes": lambda rng: Problem(
         tasks=random_without_lanes(rng, 4),

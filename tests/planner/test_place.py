@@ -16,10 +16,10 @@ from apollo_compile.planner.placement import (
     Arc,
     Choice,
     Fleet,
+    FleetPlacement,
     PlacementMode,
     PlacementTask,
     Scheduler,
-    TaskPlacement,
     fits,
     groups_of,
     memory_of,
@@ -165,12 +165,12 @@ def test_every_kind_of_broken_rule_is_found() -> None:
     fleet = Fleet(devices=2, units=1, memory=3, modules=modules, tasks=tasks, arcs=(Arc(0, 1),))
 
     def found(choices: tuple[Choice, ...], starts: tuple[int, ...], makespan: int) -> str:
-        return "; ".join(violations(fleet, TaskPlacement(choices=choices, starts=starts, makespan=makespan)))
+        return "; ".join(violations(fleet, FleetPlacement(choices=choices, starts=starts, makespan=makespan)))
 
     assert found(((0, 1), (0, 0)), (0, 5), 9) == ""
     assert "makespan is 12" in found(((0, 1), (0, 0)), (0, 5), 12)
     assert "task 1 starts before task 0" in found(((0, 1), (0, 0)), (0, 4), 8)
     assert "uses 2 of 1 units" in found(((0, 1), (0, 0)), (0, 0), 5)
     assert "module 1 has mode 0 at device 1" in found(((0, 1), (0, 1)), (0, 5), 9)
-    tight = TaskPlacement(choices=((0, 1), (0, 0)), starts=(0, 5), makespan=9)
+    tight = FleetPlacement(choices=((0, 1), (0, 0)), starts=(0, 5), makespan=9)
     assert violations(replace(fleet, memory=1), tight) == ["a device holds 2 bytes of 1"]

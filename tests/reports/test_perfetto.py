@@ -126,7 +126,7 @@ def tracks_of(report: Report) -> Tracks:
                 begin = begin_ns + bar.start_ns
                 slices[line.name, lanes[bar.lane]].append((begin, bar.end_ns - bar.start_ns, names[bar.segment]))
             held = [(f"lane {lane} holds bytes", steps) for lane, steps in enumerate(line.memory_by_lane)]
-            for name, steps in (("units at work", line.units), ("bytes between segments", line.memory), *held):
+            for name, steps in (("units busy", line.units), ("bytes between segments", line.memory), *held):
                 counters[line.name, name] += [(begin_ns + time_ns, value) for time_ns, value in steps]
             if line.name != "serial":
                 flows[line.name] += [(names[w.producer], names[w.consumer]) for w in graph.waits if w.kept]

@@ -139,7 +139,7 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
             for key in ("predicted_ns", "measured_ns", "units", "asked_units", "bottleneck", "module"):
                 assert facts[key] == segment[key]
         for name, line in lines.items():
-            found = [("units at work", line["units"]), ("bytes between segments", line["memory"])]
+            found = [("units busy", line["units"]), ("bytes between segments", line["memory"])]
             for lane, steps in zip(graph["lanes"], line["memory_by_lane"], strict=name != "serial"):
                 found += [(f"lane {lane['id']} holds bytes", steps)] if lane["num_segments"] else []
             counters += [(name, key, begin_ns + time_ns, value) for key, steps in found for time_ns, value in steps]

@@ -194,7 +194,7 @@ class FourTowers(nn.Module):
         return sum((first @ other.T).sum() for other in others)
 
 
-def test_four_encoders_run_four_abreast_where_there_are_units_for_them() -> None:
+def test_four_encoders_run_at_once_where_there_are_units_for_them() -> None:
     """On the SMs of a GPU that is not here, as its profile says; two cores run two at once."""
     inputs = tuple(torch.ones(64, 64) for _ in range(4))
     with torch.no_grad():

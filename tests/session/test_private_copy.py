@@ -83,7 +83,7 @@ def test_what_cannot_be_copied_is_named() -> None:
     """With the way out."""
     model = nn.Linear(2, 2)
     model.rows = (row for row in ())  # type: ignore[assignment, var-annotated]
-    with pytest.raises(TargetError, match=r"cannot copy the model, a Linear, .*see what it holds besides tensors"):
+    with pytest.raises(TargetError, match=r"cannot copy the model, a Linear, .*check attributes besides tensors"):
         PrivateCopy(model)
     with pytest.raises(TargetError, match=r"cannot copy the inputs .*call detach\(\) on them"):
         copy_inputs(((torch.ones(2, requires_grad=True) * 2,), {}))

@@ -13,7 +13,7 @@ import pytest
 
 from apollo_compile.store.files import FileState
 from apollo_compile.store.self_checks import FORMAT, RETRY_S, SelfCheck, SelfChecks
-from apollo_compile.target.findings import CheckResult, Level
+from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint
 
 MINE = Fingerprint(device="NVIDIA H200", driver="580.1 (CUDA 13000)", torch="2.11", cores=132, units=132)
@@ -21,9 +21,9 @@ FINE = CheckResult(level=Level.OK, subject="hand-overs", message="are in order")
 BAD = CheckResult(level=Level.ERROR, subject="dropout", message="equal masks")
 
 
-def verdict(*findings: CheckResult, age_s: float = 0) -> SelfCheck:
+def verdict(*results: CheckResult, age_s: float = 0) -> SelfCheck:
     """Return what was found `age_s` seconds ago."""
-    return SelfCheck(made_at=time.time() - age_s, fingerprint=MINE, findings=findings)
+    return SelfCheck(made_at=time.time() - age_s, fingerprint=MINE, results=results)
 
 
 def never() -> SelfCheck:
@@ -31,10 +31,10 @@ def never() -> SelfCheck:
     raise AssertionError("it was made again")
 
 
-@pytest.mark.parametrize(("findings", "complaint"), [((FINE,), None), ((FINE, BAD), "dropout: equal masks")])
-def test_a_verdict_is_made_once(tmp_path: Path, findings: tuple[CheckResult, ...], complaint: str | None) -> None:
+@pytest.mark.parametrize(("results", "complaint"), [((FINE,), None), ((FINE, BAD), "dropout: equal masks")])
+def test_a_verdict_is_made_once(tmp_path: Path, results: tuple[CheckResult, ...], complaint: str | None) -> None:
     """Later processes read it, whatever it says."""
-    made = verdict(*findings)
+    made = verdict(*results)
     assert SelfChecks(tmp_path / "new").find(MINE, lambda: made) == made
     found = SelfChecks(tmp_path / "new").find(MINE, never)
     assert found == made and found.complaint == complaint
@@ -79,8 +79,8 @@ def test_a_verdict_of_other_checks_does_not_count(tmp_path: Path) -> None:
 def test_a_failure_is_tried_again_after_a_day(tmp_path: Path) -> None:
     """What went well is not."""
     kept = SelfChecks(tmp_path)
-    for finding, state in ((BAD, FileState.STALE), (FINE, FileState.CURRENT)):
-        kept.find(MINE, lambda finding=finding: verdict(finding, age_s=RETRY_S + 60), again=True)  # type: ignore[misc]
+    for result, state in ((BAD, FileState.STALE), (FINE, FileState.CURRENT)):
+        kept.find(MINE, lambda result=result: verdict(result, age_s=RETRY_S + 60), again=True)  # type: ignore[misc]
         assert kept.read(MINE).state is state
     kept.find(MINE, lambda: verdict(BAD, age_s=RETRY_S - 60), again=True)
     assert kept.read(MINE).state is FileState.CURRENT

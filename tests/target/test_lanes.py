@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from apollo_compile.ir import Lane
-from apollo_compile.target.lanes import atom_borders, lane_catalogue, useful_lanes
+from apollo_compile.target.lanes import atom_borders, lane_catalogue, lanes_for_two
 
 H200 = (*[8] * 14, 20)
 """Its atoms."""
@@ -46,7 +46,7 @@ def test_the_catalogue_has_all_units_then_halves_quarters_and_thirds(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_lane_is_part_of_a_split(seed: int) -> None:
-    """Lanes are few, no two alike, and end between atoms; equal atoms allow two, three and four abreast."""
+    """Lanes are few, no two alike, and end between atoms; equal atoms allow splits in two, three and four."""
     rng = random.Random(seed)
     is_equal, num_atoms = rng.random() < 0.5, rng.randrange(1, 40)
     atoms = num_atoms * [rng.randrange(1, 9)] if is_equal else [rng.randrange(1, 9) for _ in range(num_atoms)]
@@ -65,13 +65,12 @@ def test_every_lane_is_part_of_a_split(seed: int) -> None:
 
 
 @pytest.mark.parametrize("atoms", [(1, 1), (1,) * 4, (1,) * 16, H200])
-def test_two_abreast_need_the_splits_in_two_only(atoms: tuple[int, ...]) -> None:
-    """Halves, and three quarters beside a quarter: those of a pair that has all units. More abreast need all lanes."""
+def test_two_branches_need_the_splits_in_two_only(atoms: tuple[int, ...]) -> None:
+    """Halves, and three quarters beside a quarter: the lanes of a pair that has all units."""
     lanes = lane_catalogue(sum(atoms), atoms)
     pairs = {lane for pair in tilings(lanes, 2) for lane in pair}
-    assert set(useful_lanes(lanes, 1)) == set(useful_lanes(lanes, 2)) == {lanes[0], *pairs}
+    assert set(lanes_for_two(lanes)) == {lanes[0], *pairs}
     assert len(pairs) == (4 if len(atoms) > 2 else 2)
-    assert useful_lanes(lanes, 3) == lanes
 
 
 def test_a_device_without_units_is_refused() -> None:

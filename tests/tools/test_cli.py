@@ -372,7 +372,7 @@ def _digest(loss: float) -> dict[str, Any]:
     return {LOSS: np.asarray(loss), "weight": np.ones(2, dtype=np.float32)}
 
 
-def test_doctor_prints_findings(apollo: Apollo) -> None:
+def test_doctor_prints_results(apollo: Apollo) -> None:
     """As lines, or as JSON."""
     lines, as_json = apollo("doctor"), apollo("doctor", "--json")
     assert "torch: 2." in lines.out and lines.code == as_json.code

@@ -61,17 +61,17 @@ def _subjects(file: str) -> set[str]:
 
 
 def find(facts: MachineFacts, subject: str) -> CheckResult:
-    """Return the finding about a subject."""
-    (found,) = [finding for finding in diagnose(facts) if finding.subject == subject]
+    """Return the result about a subject."""
+    (found,) = [result for result in diagnose(facts) if result.subject == subject]
     return found
 
 
 def test_a_machine_in_order_has_nothing_to_do() -> None:
     """Without a GPU, which is no fault."""
-    findings = diagnose(FINE)
-    assert is_fit(findings)
-    assert {finding.level for finding in findings} == {Level.OK}
-    assert not any(finding.advice for finding in findings)
+    results = diagnose(FINE)
+    assert is_fit(results)
+    assert {result.level for result in results} == {Level.OK}
+    assert not any(result.advice for result in results)
     assert "torch was built without it" in find(FINE, "CUDA").message
 
 
@@ -112,14 +112,14 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
 def test_every_fault_has_its_finding(
     change: dict[str, object], subject: str, level: str, message: str, advice: str
 ) -> None:
-    """With what to do; only what keeps apollo from working is an error, and the rest of the findings stay."""
+    """With what to do; only what keeps apollo from working is an error, and the rest of the results stay."""
     facts = replace(FINE, **change)  # type: ignore[arg-type]
     found = find(facts, subject)
     assert found.level == level
     assert message in found.message
     assert advice in found.advice and bool(found.advice) is bool(advice)
     assert is_fit(diagnose(facts)) is (level != "error")
-    before, after = ({finding.subject for finding in diagnose(each)} for each in (FINE, facts))
+    before, after = ({result.subject for result in diagnose(each)} for each in (FINE, facts))
     assert before - after <= {"CUDA", "device profile", "native bodies"}
 
 
@@ -145,7 +145,7 @@ def test_a_container_limit_is_read_from_either_version(tmp_path: Path, monkeypat
 
 
 def run_doctor(code: str = "", **environment: str) -> tuple[int, dict[str, dict[str, str]], str]:
-    """Run `apollo doctor --json` in a process of its own, after `code`; return exit code, findings, errors."""
+    """Run `apollo doctor --json` in a process of its own, after `code`; return exit code, results, errors."""
     inherited = {name: value for name, value in os.environ.items() if name != "APOLLO_PROFILE"}
     code += "\nfrom apollo_compile.tools.cli import main; raise SystemExit(main(['doctor', '--json']))"
     command, env = [sys.executable, "-c", code], {**inherited, **environment}
@@ -168,12 +168,12 @@ def test_this_machine_is_looked_at() -> None:
 
 
 def test_a_torch_that_makes_no_native_bodies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body is compiled to find out; without a compiler there is none, and that is the finding."""
+    """A body is compiled to find out; without a compiler there is none, and that is the result."""
     monkeypatch.setattr(CppWrapperCpu, "generate_end", lambda self, result, where: None)
     found = find(look(), "native bodies")
     assert found.level is Level.WARNING
     assert "generate_end(self, result, where)" in found.message and "docs/versions.md" in found.advice
-    subjects = {finding.subject for finding in diagnose(replace(FINE, compiler=None))}
+    subjects = {result.subject for result in diagnose(replace(FINE, compiler=None))}
     assert "C++ compiler" in subjects and "native bodies" not in subjects
 
 
@@ -242,7 +242,7 @@ def test_a_solver_that_cannot_be_imported_is_a_finding_with_the_protobuf_it_asks
     assert "requires protobuf<9.1,>=9.0, and " in found["OR-Tools"]["message"]
 
 
-def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_and_a_blocked_cache_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compile would refuse or do without, and a directory below a file."""
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -272,10 +272,10 @@ def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkey
     assert find(facts, "device profile").message == "cpu, named by APOLLO_PROFILE"
 
 
-def test_what_a_gpu_showed_is_among_the_findings() -> None:
+def test_what_a_gpu_showed_is_among_the_results() -> None:
     """A lane that does not keep to its SMs makes the machine unfit."""
     bad = CheckResult(level=Level.ERROR, subject="lanes 64 + 64, eager", message="lanes 1 and 2 share SMs [15]")
-    facts = replace(FINE, cuda_devices=("a GPU",), cuda_build="13.0", cuda_findings=(bad,))
+    facts = replace(FINE, cuda_devices=("a GPU",), cuda_build="13.0", cuda_results=(bad,))
     assert find(facts, bad.subject) is bad
     assert not is_fit(diagnose(facts))
     assert "device.cuda_lanes" in find(facts, "CUDA").advice

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from apollo_compile.torch_bridge import optimizers
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 
 CASES: list[tuple[str, Mapping[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
@@ -48,8 +48,8 @@ def test_steps_in_parts_are_those_of_the_optimizer(
             getattr(torch.optim, name)([{"params": each[:2]}, {"params": each[2:], "lr": 0.01}], **settings)
             for each in (mine, others)
         )
-        parts = StepInParts(own)
-        assert StepInParts.problem_of(own) is None
+        parts = OptimizerInParts(own)
+        assert OptimizerInParts.problem_of(own) is None
         for number in range(4):
             gradients = gradients_of(number, [each.shape for each in mine])
             for parameter, gradient in zip(others, gradients, strict=True):
@@ -96,7 +96,7 @@ def test_a_fused_kernel_is_not_chosen_where_it_would_do_something_else(
     mine = torch.nn.Parameter(values)
     other = torch.nn.Parameter(values.clone())
     own, expected = (torch.optim.SGD([each], lr=0.5, momentum=momentum) for each in (mine, other))
-    parts = StepInParts(own)
+    parts = OptimizerInParts(own)
     for number in range(3):
         gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(number)).to(mine.dtype)
         other.grad = gradient
@@ -125,7 +125,7 @@ def test_plain_sgd_on_a_cpu_is_not_fused_and_what_the_user_asked_for_stays(
     monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]))
     parameter = torch.nn.Parameter(torch.zeros(256, dtype=dtype))
     optimizer = torch.optim.SGD([parameter], lr=0.1, **settings)
-    StepInParts(optimizer).step([parameter], [torch.ones_like(parameter)])
+    OptimizerInParts(optimizer).step([parameter], [torch.ones_like(parameter)])
     assert taken[-1] is expected  # before it, the kernel itself is checked
 
 
@@ -141,7 +141,7 @@ def test_a_fused_kernel_that_is_wrong_is_not_chosen_and_a_warning_says_so(
     step = torch.optim.SGD.step
     monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]) or step(view))
     for _ in range(2):
-        StepInParts(optimizer).step([parameter], [torch.ones(2)])
+        OptimizerInParts(optimizer).step([parameter], [torch.ones(2)])
     assert taken == [None, None] and parameter.tolist() == [-2.5, -2.5]
     warnings_of_kernels = [each for each in caplog.messages if "fused kernel of SGD for torch.float32 on cpu" in each]
     assert len(warnings_of_kernels) == 1
@@ -154,10 +154,10 @@ def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None
     class Own(torch.optim.SGD):
         """May do anything."""
 
-    assert "Own may use several parameters" in str(StepInParts.problem_of(Own(parameters)))
-    assert "LBFGS may use several parameters" in str(StepInParts.problem_of(torch.optim.LBFGS(parameters)))
+    assert "Own may use several parameters" in str(OptimizerInParts.problem_of(Own(parameters)))
+    assert "LBFGS may use several parameters" in str(OptimizerInParts.problem_of(torch.optim.LBFGS(parameters)))
     optimizer = torch.optim.AdamW(parameters[:2])
-    parts = StepInParts(optimizer)
+    parts = OptimizerInParts(optimizer)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
     assert parts.reason_against() is None
     hook = optimizer.register_step_pre_hook(lambda *_: None)
@@ -173,7 +173,7 @@ def test_schedulers_see_steps_in_parts() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
-    parts = StepInParts(optimizer)
+    parts = OptimizerInParts(optimizer)
     parts.step([parameter], [torch.ones(2)])
     parts.note_taken()
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ import torch
 from apollo_compile.torch_bridge.replayed_optimizer import (
     FEWEST_STEPS,
     MOST_QUICK_CHANGES,
-    ReplayedStep,
+    ReplayedOptimizer,
     problem_of_replays,
 )
 
@@ -36,9 +36,9 @@ def adamw(members: Any, **settings: Any) -> torch.optim.AdamW:
     return optimizer
 
 
-def stepper(optimizer: torch.optim.Optimizer) -> ReplayedStep:
+def stepper(optimizer: torch.optim.Optimizer) -> ReplayedOptimizer:
     """Return its steps, which have been looked at."""
-    made = ReplayedStep(optimizer, [each for group in optimizer.param_groups for each in group["params"]], CPU)
+    made = ReplayedOptimizer(optimizer, [each for group in optimizer.param_groups for each in group["params"]], CPU)
     assert made.reason_against() is None and not made.take_outdated()
     return made
 
@@ -122,7 +122,7 @@ def test_state_is_not_made_in_a_capture() -> None:
     """A parameter that was added has none yet: the optimizer makes it in a loop."""
     known, added = parameters()
     optimizer = adamw([known])
-    steps = ReplayedStep(optimizer, [known, added], CPU)
+    steps = ReplayedOptimizer(optimizer, [known, added], CPU)
     assert steps.reason_against() is None, "what the optimizer does not have is not stepped"
     optimizer.add_param_group({"params": [added]})
     steps.refresh()

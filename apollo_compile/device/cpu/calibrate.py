@@ -38,7 +38,7 @@ from apollo_compile.device.cpu.machine import cpu_model
 from apollo_compile.device.cpu.probes import Probe, make_probes
 from apollo_compile.device.cpu.runtime import RuntimePrograms, RuntimeTimes
 from apollo_compile.ir import KernelKind
-from apollo_compile.target.lanes import lane_catalogue, useful_lanes
+from apollo_compile.target.lanes import lane_catalogue, lanes_for_two
 from apollo_compile.target.profile import Arithmetic, DeviceProfile, Rate, rate_at
 from apollo_compile.units import NS_PER_S
 
@@ -93,7 +93,7 @@ def calibrate(
     progress("compiling test segments", 0, rounds + 2)
     threads, disturbed = torch.get_num_threads(), 0
     # Rates between these numbers of units are interpolated.
-    counts = sorted({1, *(len(lane.units) for lane in useful_lanes(lane_catalogue(units), 2))})
+    counts = sorted({1, *(len(lane.units) for lane in lanes_for_two(lane_catalogue(units)))})
     runtime, probes = RuntimePrograms(units, counts), make_probes(counts)
     with torch.no_grad():
         for number in range(rounds):

@@ -75,9 +75,7 @@ class CpuTarget:
             park_team=self._config.runtime.park_team,
         )
 
-    def load_whole(
-        self, compilation: Compilation, code: Code, run: Run, variant: Variant = Variant.INDUCTOR
-    ) -> CalledWhole:
+    def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CalledWhole:
         """Wrap the compiled graph; the calling thread runs it."""
         return CalledWhole(run)
 

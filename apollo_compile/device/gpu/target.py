@@ -101,9 +101,7 @@ class GpuTarget:
             only_replays=code.is_all_or_nothing,
         )
 
-    def load_whole(
-        self, compilation: Compilation, code: Code, run: Run, variant: Variant = Variant.INDUCTOR
-    ) -> CudaExecutable:
+    def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CudaExecutable:
         """Load the compiled graph as a program of one segment, which becomes a CUDA graph like a plan."""
         graph, program, body = as_one_segment(compilation.partition.graph, compilation.plan.lanes[0], run)
         return CudaExecutable(
@@ -113,7 +111,7 @@ class GpuTarget:
             gpu=self.gpu,
             contract=code.contract,
             shared=self._memory_of(graph),
-            variant=variant,
+            variant=Variant.INDUCTOR,
             strict=self._config.debug.strict,
         )
 

@@ -2,7 +2,7 @@
 
     deploy(model, batch, mesh=..., loss_fn=...) -> DeploymentPlan
 
-    trace_step(model, batch, loss_fn, names) -> Trace       which modules read whose outputs
+    trace_step(model, batch, loss_fn, names) -> CallTrace   which modules read whose outputs
     copies_of(trace, cluster, subgroups) -> copies          of every module, divided in every way that has its numbers
     measure(pieces, group, device) -> times                 of every module, forward and backward
     work_of(model, trace, times, cluster, ...) -> StepWork  what the planner gets
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.arriving import Arriving, arriving
-from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, units_of
+from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, group_of, units_of
 from apollo_compile.distributed.deploy.pairs import are_equal, find_pairs
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.distributed.link import measure_link
@@ -145,20 +145,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 parameter.grad = grad
             for buffer, before in zip(model.buffers(), buffers, strict=True):
                 buffer.detach().copy_(before)
-
-
-def group_of(mesh: DeviceMesh | int | None) -> dist.ProcessGroup | None:
-    """Return the group of all devices; None for a simulation."""
-    if isinstance(mesh, int):
-        return None
-    if mesh is not None and mesh.ndim != 1:
-        raise DeploymentError(f"the mesh has {mesh.ndim} dimensions: expected one")
-    if mesh is None and not dist.is_initialized():
-        raise DeploymentError(
-            "there is no process group: call torch.distributed.init_process_group, as under torchrun, or pass "
-            "mesh=<number of devices> to simulate"
-        )
-    return dist.group.WORLD if mesh is None else mesh.get_group()
 
 
 def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:

@@ -36,6 +36,20 @@ class Subgroups:
         return next((self._made[line] for line in lines if self.rank in line and len(line) > 1), None)
 
 
+def group_of(mesh: DeviceMesh | int | None) -> dist.ProcessGroup | None:
+    """Return the group of all devices; None for a simulation."""
+    if isinstance(mesh, int):
+        return None
+    if mesh is not None and mesh.ndim != 1:
+        raise DeploymentError(f"the mesh has {mesh.ndim} dimensions: expected one")
+    if mesh is None and not dist.is_initialized():
+        raise DeploymentError(
+            "there is no process group: call torch.distributed.init_process_group, as under torchrun, or pass "
+            "mesh=<number of devices> to simulate"
+        )
+    return dist.group.WORLD if mesh is None else mesh.get_group()
+
+
 class DividedModule:
     """A module on this rank, which computes its part of what a group of ranks does."""
 

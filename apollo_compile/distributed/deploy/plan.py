@@ -177,7 +177,7 @@ class DeploymentPlan:
             DeploymentError: the plan is for another model or number of devices.
         """
         from apollo_compile.distributed.deploy.apply import apply_deployment
-        from apollo_compile.distributed.deploy.build import group_of
+        from apollo_compile.distributed.deploy.divided import group_of
 
         group = group_of(mesh)
         assert group is not None

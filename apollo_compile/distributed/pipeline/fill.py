@@ -60,7 +60,6 @@ def fill(
     encoders: Sequence[Encoder],
     *,
     filling: Filling = Filling.FINE,
-    max_moves: int = MAX_MOVES,
 ) -> FilledPlan:
     """Return the plan of a step.
 
@@ -75,7 +74,7 @@ def fill(
     for way in dict.fromkeys((filling, Filling.COARSE)):
         problem = _Problem(schedule=schedule, times=times, encoders=tuple(encoders), filling=way, line=line)
         try:
-            found.append(_improve(problem, _Filler(problem, None), max_moves))
+            found.append(_improve(problem, _Filler(problem, None)))
         except PipelinePlanError as error:
             failure = failure or error
     if failure is not None and not found:
@@ -99,10 +98,10 @@ class _Problem:
     """The pipeline without encoders."""
 
 
-def _improve(problem: _Problem, best: _Filler, max_moves: int) -> _Filler:
-    """Return the filler after the moves that make its step shorter; at most `max_moves` are tried."""
+def _improve(problem: _Problem, best: _Filler) -> _Filler:
+    """Return the filler after the moves that make its step shorter; at most `MAX_MOVES` are tried."""
     others = _moved(problem, best)
-    for _ in range(max_moves):
+    for _ in range(MAX_MOVES):
         other = next(others, None)
         if other is None:
             break

@@ -1,6 +1,6 @@
 """Orders in which the ranks of a pipeline compute their stages.
 
-    gpipe, one_forward_one_backward, interleaved (number of ranks, of micro-batches, ...) -> Schedule
+    gpipe, one_forward_one_backward, interleaved (number of ranks, of micro-batches, ...) -> PipelineSchedule
     make_schedule(name, ..., times) -> the one of a name, for stages with these durations
 
 The orders are those of torch.distributed.pipelining (`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`), which

@@ -1,1 +1,1 @@
-"""The whole training step: micro-batches linked into one graph, its program, and what runs it."""
+"""Whole training steps: micro-batches linked into one graph, its program, and the tuner of its variants."""

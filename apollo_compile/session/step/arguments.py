@@ -32,7 +32,7 @@ class StepSettings:
 def check_arguments(
     model: object, loss_fn: object, optimizer: object, microbatches: object, clip_grad_norm: object
 ) -> None:
-    """Check what a step is compiled for.
+    """Check the arguments of `compile_step`.
 
     Raises:
         TargetError: `model` is no module, or is compiled; `loss_fn` cannot be called; `optimizer` is none, or its step

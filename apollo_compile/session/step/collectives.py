@@ -8,8 +8,8 @@ Note [collectives of a step]
     A rank may run a loop where another runs its program: after a batch of another shape, or where one rank could not
     link its step. Their collectives have to match. So buckets belong to the step and not to a program: all ranks settle
     them once, in the first step, and loops and programs average the same buckets in the same order. A loop does so
-    after its last backward, a program as soon as the gradients of a bucket are final. Micro-batches are summed before,
-    and communicate once.
+    after its last backward, a program as soon as the gradients of a bucket are final. Gradients of micro-batches are
+    summed before, and communicated once.
 
     Under FSDP2 a bucket is one collective for parameters, too: before its first forward, a step gathers buckets in the
     opposite order, which is about that of the forward, and its gradients are averaged into shards. Clipping adds the
@@ -56,7 +56,7 @@ from apollo_compile.torch_bridge.data_parallel import (
     replicas_of,
     replicas_on,
 )
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _LEAST_BYTES = 2**20
 """Size at which a bucket is full, if that is below DDP's `bucket_cap_mb`: a smaller one takes almost as long."""
 
 _MOST_BUCKETS = 16
-"""Of a model: they are segments to plan, and only the last ones cannot be sent beside the backward."""
+"""Limit of the buckets of a model: they are segments to plan, and only the last ones cannot overlap the backward."""
 
 Propose = Callable[[], Sequence[torch.Tensor]]
 """Returns parameters in the order in which their gradients are final."""
@@ -124,7 +124,7 @@ class DataParallel:
         return self._replicas.is_syncing()
 
     def opened(self) -> AbstractContextManager[None]:
-        """Return the `with` in which steps are taken."""
+        """Return the context in which steps are taken."""
         return nullcontext()
 
     def begin_step(self) -> None:
@@ -133,13 +133,13 @@ class DataParallel:
             self._replicas.broadcast_buffers()
 
     def begin_loop(self) -> None:
-        """Gather what a loop needs, and a program gathers itself."""
+        """Gather parameters for a loop; a program gathers them itself."""
 
     def average(self, propose: Propose) -> None:
         """Replace the gradients in `.grad` by their means.
 
         Arguments:
-            propose: is called in the first step, and may raise `UnsupportedGraphError`.
+            propose: called in the first step; may raise `UnsupportedGraphError`.
 
         Raises:
             TargetError: a parameter has no gradient; nothing was sent.
@@ -165,15 +165,15 @@ class DataParallel:
         """Clip the gradients that `average` has left to a norm of all of them together."""
         torch.nn.utils.clip_grad_norm_(parameters, limit)
 
-    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> StepInParts:
-        """Return what steps parameters inside of a program."""
-        return StepInParts(optimizer)
+    def optimizer_in_parts(self, optimizer: torch.optim.Optimizer) -> OptimizerInParts:
+        """Return the optimizer for parameters inside of a program."""
+        return OptimizerInParts(optimizer)
 
     def _make_averages(self, buckets: Sequence[Sequence[torch.Tensor]], link: Link) -> Averages:
         return Averages(buckets=buckets, average=self._average, ranks=self._group.size(), link=link)
 
     def _leave(self, bucket: Sequence[torch.Tensor], means: list[torch.Tensor]) -> None:
-        """Leave means where a loop has left the gradients of a bucket."""
+        """Store the means in the place of a loop's gradients."""
         torch._foreach_copy_([each.grad for each in bucket if each.grad is not None], means)
 
     def _average(self, bucket: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -235,7 +235,7 @@ class DataParallel:
     """Times that a piece goes around the ring for the mean of gradients."""
 
     def _probe(self, gradient: torch.Tensor) -> None:
-        """Do what `average` does for one gradient."""
+        """Average one gradient, to measure the link."""
         self._average((), [gradient])
 
 
@@ -247,7 +247,7 @@ class ShardedDataParallel(DataParallel):
         self._sharded = sharded
 
     def opened(self) -> AbstractContextManager[None]:
-        """Return a `with` in which the model has whole parameters."""
+        """Return a context in which the model has whole parameters."""
         return self._sharded.opened()
 
     def begin_loop(self) -> None:
@@ -269,9 +269,9 @@ class ShardedDataParallel(DataParallel):
                 total = self._total_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
                 torch._foreach_mul_(gradients, torch.clamp(limit / (total + 1e-6), max=1.0))
 
-    def step_in_parts(self, optimizer: torch.optim.Optimizer) -> StepInParts:
-        """Return what steps shards inside of a program."""
-        return self._sharded.step_in_parts(optimizer)
+    def optimizer_in_parts(self, optimizer: torch.optim.Optimizer) -> OptimizerInParts:
+        """Return the optimizer for shards inside of a program."""
+        return self._sharded.optimizer_in_parts(optimizer)
 
     def _make_averages(self, buckets: Sequence[Sequence[torch.Tensor]], link: Link) -> Averages:
         frozen = [each for each in self._sharded.parameters if not each.requires_grad]
@@ -310,7 +310,7 @@ class ShardedDataParallel(DataParallel):
 
 
 def find_data_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> DataParallel | str | None:
-    """Return what averages the gradients of a model; why its wrapper has to; or None if nobody averages them.
+    """Return the ranks that average the gradients of a model; why its wrapper has to; None if they are not averaged.
 
     Arguments:
         model: the module that is trained. A wrapper is DistributedDataParallel or FSDP2's `fully_shard`.

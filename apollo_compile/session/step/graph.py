@@ -1,7 +1,7 @@
 """The graph of a training step: forward and backward of one micro-batch, called once for each of them.
 
 Nothing is traced or compiled again: segments and bodies are those of the graphs that `torch.compile` made for one
-micro-batch. What is new are sums of gradients, clipping and the optimizer (`segments.py`), and one plan for all, in
+micro-batch. New are sums of gradients, clipping and the optimizer (`segments.py`), and one plan for all, in
 which the forward of one micro-batch may run beside the backward of another, and the optimizer of a module beside the
 backward of others.
 """
@@ -42,7 +42,7 @@ from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import with_network
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.target.target import CompiledBody
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.torch_bridge.private_attributes import TANGENT
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class StepGraph:
     shared_inputs: SharedInputs
     """Inputs of the forward that are one input of the step for all micro-batches."""
     stable: frozenset[int]
-    """Places of the inputs that nothing but the last steps says to stay where they are."""
+    """Places of the inputs that stayed at their addresses in the last steps, although nothing guarantees it."""
     written: frozenset[int]
     """Places of the inputs that it writes to."""
     kept: Sequence[int]
@@ -75,7 +75,7 @@ def compose_micro_batches(
     num_micro_batches: int,
     *,
     name: str,
-    optimizer: StepInParts | None = None,
+    optimizer: OptimizerInParts | None = None,
     averages: Averages | None = None,
     clip_grad_norm: float | None = None,
     model_parameters: Sequence[torch.Tensor] = (),
@@ -179,16 +179,16 @@ class _Wiring:
         ordered = [_ordered(code.compilation) for code in (micro.forward, micro.backward)]
         self.graphs = [forward, backward]
         self.own_bodies: Sequence[CompiledBody] = (*micro.forward.bodies, *micro.backward.bodies)
-        """Of the graphs of a micro-batch."""
+        """Bodies of the graphs of a micro-batch."""
         self.ordered = dict(enumerate(ordered))
-        """Segments of these that run in the order of the calls."""
+        """Segments of these graphs that run in the order of the calls."""
         self.bodies: list[CompiledBody] = []
-        """Of all other graphs."""
+        """Bodies of all other graphs."""
         self.calls: list[Call] = []
         self.returned: list[str] = []
         """Names of the values that the loss function returns, micro-batch by micro-batch."""
         self.gradients: dict[int, str] = {}
-        """By place of the parameter."""
+        """Names of gradients by place of the parameter."""
 
     @property
     def _own_places(self) -> list[int]:
@@ -198,7 +198,7 @@ class _Wiring:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of what the step takes: state, inputs that all micro-batches share, those of each, and weights."""
+        """Names of the step's inputs: state, inputs that all micro-batches share, those of each, and weights."""
         micro, parts, shared = self._micro, range(self._count), sorted(self._shared)
         return [
             *(self._name_of_stored(place) for place in micro.state),
@@ -208,7 +208,7 @@ class _Wiring:
         ]
 
     def _name_of_stored(self, place: int) -> str:
-        """Return what a tensor of the model is called as it is stored between steps."""
+        """Return the name of a tensor of the model as it is stored between steps."""
         return f"shard {place}" if place in self._local_bytes else f"state {place}"
 
     def add_micro_batches(self) -> None:
@@ -224,7 +224,7 @@ class _Wiring:
                 self._replace_gradients(group, adder, [*earlier, *later], label=f"@{part}")
 
     def gather_parameters(self, averages: Averages) -> None:
-        """Add what makes whole parameters of shards: Note [collectives of a step] in `collectives.py`."""
+        """Add segments that make whole parameters of shards: Note [collectives of a step] in `collectives.py`."""
         place_of = {id(each): place for place, each in self._micro.state.items()}
         written = self._micro.forward.contract.written_inputs or frozenset()
         for name, bucket in averages.gathers.items():
@@ -260,12 +260,12 @@ class _Wiring:
 
     def finish_gradients(
         self,
-        optimizer: StepInParts | None,
+        optimizer: OptimizerInParts | None,
         limit: float | None,
         parameter_order: Sequence[torch.Tensor],
         averages: Averages | None,
     ) -> None:
-        """Add what happens to gradients when they are final: clipping and the optimizer."""
+        """Add the use of final gradients: clipping and the optimizer."""
         parameters = self._micro.parameters
         factor = []
         if limit is not None:
@@ -354,7 +354,7 @@ def _call(number: int, code: GraphCode, phase: Phase, label: str, takes: Sequenc
     makes: list[str | None] = []
     for buffer in graph.outputs:
         name = None if buffer is None else graph.buffers[buffer].name
-        if name is None or name in values:  # nothing, an input that is passed on, or what is returned twice
+        if name is None or name in values:  # nothing, an input that is passed on, or a value that is returned twice
             makes.append(None)
         else:
             values[name] = f"{name}{label}"
@@ -395,14 +395,14 @@ def _name_bodies(graph: SegmentGraph) -> tuple[Body, ...]:
 
 
 def _join_observations(forward: GraphCode, backward: GraphCode) -> Observations:
-    """Return what was measured of both graphs, by the ids that bodies have in the step."""
+    """Return the measurements of both graphs, by the ids that bodies have in the step."""
     behind = 1 + max((segment.body for segment in forward.graph.segments), default=-1)
     moved = [replace(entry, body=BodyId(entry.body + behind)) for entry in backward.observations.entries]
     return Observations(entries=(*forward.observations.entries, *moved))
 
 
 def _add_collectives(observed: Observations, graph: SegmentGraph, averages: Averages, units: int) -> Observations:
-    """Add what collectives take: the same on all units as on none, where they leave these to others."""
+    """Add the durations of collectives: as long on all units as on none, where they leave units to others."""
     entries = list(observed.entries)
     for segment in graph.segments:
         if segment.has_collective:

@@ -1,8 +1,8 @@
-"""Which inputs of a loss graph, besides the model's own tensors, are the same for all micro-batches and in all steps.
+"""Find inputs of a loss graph, besides the model's tensors, that are the same for all micro-batches, or in all steps.
 
-A teacher's weights or the weights of classes are such inputs: nothing says that they are not part of the batch, but for
-the memory that they are in. Memory is known by its storage and address, since every split makes new tensors, and a new
-batch may be where the last one was.
+A teacher's weights or the weights of classes are such inputs: only their memory tells them from parts of the batch.
+Memory is identified by storage and address, since every split makes new tensors, and a new batch may be at the address
+of the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from apollo_compile.torch_bridge.storages import storages_of
 
 FEWEST_STEPS = 3
-"""Steps in a row in which a tensor was where it is, for it to count as one that stays there."""
+"""Number of steps in a row after which a tensor at the same address counts as stable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class SharedInputs:
     """Inputs of the forward besides the tensors of the model, by place."""
 
     shared: frozenset[int] = frozenset()
-    """The same for all micro-batches of a step."""
+    """Inputs that are the same for all micro-batches of a step."""
     stable: frozenset[int] = frozenset()
-    """Those of them that were the same in the last steps."""
+    """Shared inputs that were the same in the last steps."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Seen:
 
 
 class InputTracker:
-    """What was given for the inputs of a graph, by place."""
+    """Tracks the tensors that a graph gets as its inputs, by place."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
@@ -70,11 +70,11 @@ class InputTracker:
         return any(not storages.isdisjoint(seen.storages) for seen in self._seen.values())
 
     def separate(self, places: Iterable[int]) -> None:
-        """Let inputs be given for each micro-batch, from now on."""
+        """Treat these inputs as different for each micro-batch from now on."""
         self._differing.update(places)
 
     def shared_inputs(self, besides: Collection[int] = ()) -> SharedInputs:
-        """Return which inputs are alike, without those at some places."""
+        """Return the shared inputs, without those at the places `besides`."""
         apart = self._differing.union(besides)
         shared = {place: seen for place, seen in self._seen.items() if place not in apart}
         stable = (place for place, seen in shared.items() if seen.latest - seen.since >= FEWEST_STEPS - 1)

@@ -1,4 +1,4 @@
-"""Link what was compiled for a loss function into programs of training steps."""
+"""Link the compiled graphs of a loss function into programs of training steps."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from apollo_compile.session.step.traced import TracedStep, is_alike_in_eager
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.target.target import Target
-from apollo_compile.torch_bridge.optimizers import StepInParts
-from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep, problem_of_replays
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
+from apollo_compile.torch_bridge.replayed_optimizer import ReplayedOptimizer, problem_of_replays
 from apollo_compile.torch_bridge.storages import WrittenMemory
 
 _logger = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ STAYS = "the step stays a loop over micro-batches"
 MakeTracedStep = Callable[[StepProgram], TracedStep | None]
 
 Compose = Callable[..., StepGraph]
-"""`compose_micro_batches` for the steps of a program; takes what runs a micro-batch."""
+"""`compose_micro_batches` for the steps of a program; takes the graphs of a micro-batch."""
 
 MAX_LINKS = 4
-"""How often a graph is linked, since the parameters of its model may be replaced."""
+"""Limit of links of a graph: each replacement of the parameters of its model needs another."""
 
 
 class Linker:
@@ -59,7 +59,7 @@ class Linker:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
+        self._why_not_in_parts = None if optimizer is None else OptimizerInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
         self._keep_gradients = keep_gradients
         self._data_parallel = data_parallel
@@ -67,10 +67,10 @@ class Linker:
         self._budget = CompileBudget(config.plan.compile_share)
         """Compile budget that all programs share."""
         self._target: Target | None = None
-        """That of the first program, whose memory all others use."""
+        """Target of the first program, whose memory all others use."""
 
     def link(self, graph: LossGraph, num_micro_batches: int, make_traced_step: MakeTracedStep) -> StepTuner | str:
-        """Link what was compiled; where that cannot be, log and return the reason."""
+        """Return the tuner of a program of these graphs; if they cannot be linked, log and return the reason."""
         try:
             return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_traced_step)
         except UnsupportedGraphError as error:
@@ -83,7 +83,7 @@ class Linker:
                 raise
             reason = f"{type(error).__name__}: {error}"
             _logger.warning("%s: %s", STAYS, reason)
-        graph.model.tuner.is_paused = False  # its graphs are compared by themselves
+        graph.model.tuner.resume()  # its graphs are compared by themselves
         return reason
 
     def order_of_gradients(self, graph: LossGraph | None) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ class Linker:
             graph.refusal = str(error)
             raise
         finally:
-            graph.is_decided, graph.inputs = True, None
+            graph.inputs = None
         return graph.micro
 
     def _link_program(
@@ -166,7 +166,7 @@ class Linker:
             is_alike_in_eager=not target.captures and is_alike_in_eager(program),
             traced=make_traced_step(program) if is_compared and not target.captures else None,
             prepare_whole=partial(self._add_whole, program, graph, compose) if may_compile_whole else None,
-            leave_loop=partial(setattr, graph.model.tuner, "is_paused", False),
+            leave_loop=graph.model.tuner.resume,
         )
 
     def _add_whole(self, program: StepProgram, graph: LossGraph, compose: Compose) -> None:
@@ -194,24 +194,24 @@ class Linker:
 
     def _optimizer_inside(
         self, name: str, micro: MicroBatchGraphs, *, is_shared: bool, is_replayed: bool
-    ) -> StepInParts | None:
-        """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
+    ) -> OptimizerInParts | None:
+        """Return the optimizer for steps inside of the program; None, with a log line, if it steps afterwards."""
         if self._optimizer is None:
             return None
         reason = self._why_not_in_parts
         if reason is None and is_shared:
             reason = SHARED_MEMORY
-        reason = reason or StepInParts.problem_of_state(self._optimizer)
+        reason = reason or OptimizerInParts.problem_of_state(self._optimizer)
         if reason is None and is_replayed:
             reason = problem_of_replays(self._optimizer)
         if reason is not None:
             _logger.info("%s: the optimizer steps after the program: %s", name, reason)
             return None
         if self._data_parallel is not None:
-            return self._data_parallel.step_in_parts(self._optimizer)
+            return self._data_parallel.optimizer_in_parts(self._optimizer)
         if not is_replayed:
-            return StepInParts(self._optimizer)
-        return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)
+            return OptimizerInParts(self._optimizer)
+        return ReplayedOptimizer(self._optimizer, list(micro.parameters.values()), micro.device)
 
 
 def owned_by(model: nn.Module | None) -> set[int]:

@@ -1,6 +1,6 @@
 """The compiled loss function of a step: a graph of its own for frequent kinds of micro-batches, pieces for others.
 
-CompiledLoss(model, loss_fn, options).compute(part) -> what the loss function returns
+CompiledLoss(model, loss_fn, options).compute(part) -> the result of the loss function
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FREQUENT = 3
 """Steps of a kind of micro-batch after which it gets a graph of its own; others share one for all sizes."""
 
 MAX_KINDS = 64
-"""Kinds whose steps are counted: the latest."""
+"""Number of kinds whose steps are counted, the latest ones."""
 
 
 class CompiledLoss:
@@ -123,7 +123,7 @@ class CompiledLoss:
         self.graphs.add(graph)
 
     def note_inputs(self, parts: Sequence[Any], graph: LossGraph) -> tuple[Sequence[Noted], Sequence[Any]] | None:
-        """Return the inputs that Dynamo gives to the graph, and what the loss function returned, by micro-batch.
+        """Return the inputs that Dynamo gives to the graph, and the results of the loss function, by micro-batch.
 
         None where Dynamo calls another graph.
         """

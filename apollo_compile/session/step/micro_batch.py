@@ -1,7 +1,7 @@
 """Forward and backward of one micro-batch, and where their inputs come from.
 
-AOTAutograd names values alike in a forward and its backward: what a forward returns under the name that an input of the
-backward has is that input. Inputs of the forward are those of the Dynamo graph, in order; outputs of the backward are
+AOTAutograd names values alike in a forward and its backward: an input of the backward is the output of the forward that
+has the same name. Inputs of the forward are those of the Dynamo graph, in order; outputs of the backward are
 their gradients, in the same order.
 """
 
@@ -34,7 +34,7 @@ class GraphCode:
 
     @classmethod
     def of(cls, graph: CompiledGraph) -> GraphCode:
-        """Return a compiled graph with what was measured of it."""
+        """Return the code of a compiled graph with its measurements."""
         measured = graph.learner.observations
         return cls(
             compilation=graph.compilation,
@@ -75,12 +75,12 @@ class MicroBatchGraphs:
     state: Mapping[int, torch.Tensor]
     """Inputs of the forward that all micro-batches share, by place: parameters and buffers."""
     num_inputs: int
-    """Of the forward."""
+    """Number of inputs of the forward."""
     returned: Sequence[int]
-    """Places of what the loss function returns among the outputs of the forward."""
+    """Places of the results of the loss function among the outputs of the forward."""
     loss_dtype: torch.dtype
     parameters: Mapping[int, torch.Tensor] = field(init=False)
-    """What gets gradients, by its place among the inputs of the forward."""
+    """Parameters that get gradients, by place among the inputs of the forward."""
 
     def __post_init__(self) -> None:
         """Find the parameters, which every step asks for."""
@@ -90,7 +90,7 @@ class MicroBatchGraphs:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return next(tensor.device for tensor in self.state.values())
 
 
@@ -106,8 +106,8 @@ def find_micro(
     """Return the graphs of a micro-batch that was trained on.
 
     Arguments:
-        model: what was compiled for the loss of a micro-batch.
-        inputs: with which Dynamo called it last.
+        model: the compiled loss function of a micro-batch.
+        inputs: of its latest call by Dynamo.
         owned: ids of the module's parameters and buffers.
         dtypes: of the outputs of the Dynamo graph.
         loss: place of the loss among them.
@@ -138,11 +138,11 @@ def _check_communication(model: CompiledModel, averages_gradients: bool) -> None
     """Check that the only communication of a step is that of its gradients.
 
     Raises:
-        UnsupportedGraphError: nobody averages them, or the loss function communicates too.
+        UnsupportedGraphError: gradients are not averaged, or the loss function communicates too.
     """
     if not averages_gradients:
         raise UnsupportedGraphError(
-            "there are several processes, and nobody averages gradients: expected a model in DistributedDataParallel, "
+            "there are several processes, and gradients are not averaged: expected a model in DistributedDataParallel, "
             "under FSDP2, or a mesh"
         )
     if any(each.has_collective for graph in model.graphs for each in graph.compilation.partition.graph.segments):

@@ -1,7 +1,7 @@
-"""Let a program take its inputs from Dynamo: graphs of the loss function that run, or only note what they are given.
+"""Let a program take its inputs from Dynamo: graphs of the loss function that run, or only note their inputs.
 
 Note [guards]: for every micro-batch the compiled loss function is called, so Dynamo checks its guards and looks up
-parameters, buffers and whatever else the code refers to; but the graph that it calls only notes its inputs, and returns
+parameters, buffers and other objects of the code; but the graph that it calls only notes its inputs, and returns
 outputs that get their values when the program has run. Where Dynamo calls another graph than the one that was linked,
 or compiles one, the step is a loop.
 """
@@ -33,28 +33,26 @@ class NotLinkedError(Exception):
 class LossGraph:
     """A Dynamo graph of the loss function: it runs, or, where a program is to take its inputs, only notes them.
 
-    Dynamo keeps it for good, so it must not hold what a step holds, nor the loss function, which may know the step.
+    Dynamo keeps it for good, so it must hold neither objects of a step nor the loss function, which may refer to one.
     """
 
     compiled: Callable[..., Any]
     model: CompiledModel
     notes: weakref.ref[Notes]
     inputs: tuple[Any, ...] | None = None
-    """Of its latest run, until it is known whether it can be linked; only tensors of the model have data."""
+    """Inputs of its latest run, until it is known whether it can be linked; only tensors of the model have data."""
     dtypes: Sequence[torch.dtype] = ()
     """Dtypes of its outputs."""
     loss: int = 0
-    """Place of the loss among them, the one that has a graph."""
+    """Place of the loss among its outputs: the output that has a graph."""
     num_returned: int = 0
-    """Tensors and numbers that the loss function returned, and outputs that are inputs; it keeps other outputs."""
+    """Number of outputs that the loss function returned, as tensors or numbers, or that are inputs; it keeps others."""
     numbers: frozenset[int] = frozenset()
     """Places of outputs that it returns as numbers."""
     passed: Mapping[int, int] = field(default_factory=dict)
     """Outputs that are inputs, which the model assigns to where they have been: their places, and those of inputs."""
     input_tracker: InputTracker = field(default_factory=InputTracker)
-    """What it was given in steps that were loops until programs were linked."""
-    is_decided: bool = False
-    """Whether it is known whether it can be linked."""
+    """Tracks its inputs in steps that were loops, until programs were linked."""
     micro: MicroBatchGraphs | None = None
     """Forward and backward, if they can be linked."""
     refusal: str = ""
@@ -69,7 +67,7 @@ class LossGraph:
 
     @property
     def outcomes(self) -> dict[int, StepTuner | str]:
-        """By number of micro-batches: what is known of the step, or why it can only run as a loop."""
+        """The tuner of the step, or why the step can only run as a loop, by number of micro-batches."""
         notes = self.notes()
         return {} if notes is None else notes.outcomes.setdefault(self, {})
 
@@ -79,10 +77,15 @@ class LossGraph:
         is_known = not self.model.target.captures or self.input_tracker.num_steps >= FEWEST_STEPS
         return is_known and self.model.state().stage is not Stage.MEASURING
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is linked, or refused for good."""
+        return self.micro is not None or bool(self.refusal)
+
     def unlink(self) -> None:
         """Forget its programs, whose parameters are not those of the model any more."""
         self.drop_programs()
-        self.micro, self.is_decided = None, False
+        self.micro = None
 
     def drop_programs(self) -> None:
         """Forget its programs; those that follow are linked of the same forward and backward."""
@@ -131,7 +134,7 @@ class Notes:
             self._noted = None
 
     def call_and_note(self, call: Callable[[Any], Any], part: Any) -> Any:
-        """Call the compiled loss function; until its graph is linked, note what of the outputs it returns."""
+        """Call the compiled loss function; until its graph is linked, note which of the outputs it returns."""
         self._read.clear()
         returned = call(part)
         if self._read:
@@ -172,10 +175,11 @@ class Notes:
         return tuple(inputs[taken[place]] if place in taken else output for place, output in enumerate(outputs))
 
     def _note_outputs(self, graph: LossGraph, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note what is known of the outputs of a graph that ran; let the numbers that are read of them be noted."""
+        """Note dtypes and places of the outputs of a graph that ran; numbers are noted when they are read."""
         tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
         if len(tensors) < len(outputs):
-            graph.refusal = READS_WHOLE_NUMBERS
+            graph.refusal, graph.inputs = READS_WHOLE_NUMBERS, None
+            return
         graph.dtypes = [each.dtype for each in tensors]
         graph.loss = next((place for place, each in enumerate(tensors) if each.requires_grad), 0)
         places = {id(each): place for place, each in enumerate(inputs)}

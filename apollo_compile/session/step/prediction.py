@@ -1,4 +1,4 @@
-"""Plan a training step without training: what `compile_step` would link, from graphs that are only planned."""
+"""Plan a training step without training: the program that `compile_step` would link, from graphs without code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.data_parallel import is_sharded, without_reducer
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 
 
 def predict_step(
@@ -82,12 +82,12 @@ def predict_step(
     owned = set(map(id, dry_run.state))
     dtypes = [torch.float32] * len(forward.contract.user_outputs)  # which no plan depends on
     micro = join_graphs(name, forward, backward, inputs, owned, dtypes=dtypes)
-    steps_inside = optimizer is not None and StepInParts.problem_of(optimizer) is None
+    steps_inside = optimizer is not None and OptimizerInParts.problem_of(optimizer) is None
     step = compose_micro_batches(
         micro,
         len(parts),
         name=step_name(name, len(parts)),
-        optimizer=StepInParts(optimizer) if optimizer is not None and steps_inside else None,
+        optimizer=OptimizerInParts(optimizer) if optimizer is not None and steps_inside else None,
         averages=None if data_parallel is None else data_parallel.predict(order_of_gradients(micro)),
         clip_grad_norm=clip_grad_norm,
         model_parameters=list(micro.parameters.values()),

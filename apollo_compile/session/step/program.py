@@ -17,9 +17,9 @@ from apollo_compile.session.step.graph import StepGraph, plan_step
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.variants import Variants
 from apollo_compile.target.target import Code, Contract, Target
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.torch_bridge.private_attributes import have_gradient_hooks
-from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep
+from apollo_compile.torch_bridge.replayed_optimizer import ReplayedOptimizer
 from apollo_compile.torch_bridge.storages import WrittenMemory
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ class StepProgram:
     """A step that can run: micro-batches in, losses and gradients out."""
 
     variants: Variants
-    """What it can run: its plan, and its segments in turn."""
+    """Its plan, and its segments in turn."""
     micro: MicroBatchGraphs
     step: StepGraph
     """Graph of the step, composed of them."""
-    optimizer: StepInParts | None
+    optimizer: OptimizerInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
     is_clipped: bool
     """Whether gradients are clipped inside."""
     named_parameters: Mapping[str, torch.Tensor]
-    """All of the model."""
+    """All parameters of the model, by name."""
     kept: Sequence[torch.Tensor] = field(init=False)
     """Parameters whose gradients it returns, in their order among the outputs."""
     _released: Set[int] = field(init=False)
@@ -52,17 +52,18 @@ class StepProgram:
     _own: Sequence[int] = field(init=False)
     """Inputs of the forward that each micro-batch has for itself, by place."""
     _others: Sequence[torch.Tensor] = field(init=False)
-    """Where gradients are clipped, parameters that the program makes no gradients for: any of theirs would count."""
+    """Where gradients are clipped, parameters without gradients from the program: others in `.grad` would count."""
     _written: WrittenMemory = field(init=False)
     """Memory of the parameters that the optimizer steps inside the program."""
     _weights: Sequence[float] = ()
+    """Weights of the micro-batches in the latest run."""
     _tangents: Sequence[torch.Tensor] = ()
-    """The same on the device."""
+    """These weights as tensors on the device."""
     _copied: dict[Variant, Collection[int]] = field(default_factory=dict)
-    """By variant that has run, places of gradients that are copied; it is the same ones in every run."""
+    """Places of gradients that every run copies, by variant that has run."""
 
     def __post_init__(self) -> None:
-        """Find what every step asks for."""
+        """Prepare places and tensors that every step needs."""
         micro, kept, shared = self.micro, self.step.kept, self.step.shared_inputs.shared
         self.kept = [micro.parameters[place] for place in kept]
         self._released = {id(parameter) for place, parameter in micro.parameters.items() if place not in kept}
@@ -90,8 +91,8 @@ class StepProgram:
     def reason_for_loop(self) -> str | None:
         """Return why a step has to be a loop now; None if the program can take it.
 
-        Gradients that are there are added to, as `backward` does, but for those that clipping, other ranks or the
-        optimizer inside would have to know of.
+        A program adds to existing gradients, as `backward` does, except where clipping, other ranks or the optimizer
+        inside would need them.
         """
         if self.optimizer is not None:
             self.optimizer.refresh()
@@ -130,16 +131,16 @@ class StepProgram:
         return SHARED_MEMORY if self._written.is_shared(*self._sort(inputs)) else None
 
     def _sort(self, inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what all micro-batches share, and what each has for itself."""
+        """Return the tensors that all micro-batches share, and those of each micro-batch."""
         shared = [inputs[0][place] for place in (*self.micro.state, *self._shared)]
         return self._stored(shared), [each[place] for each in inputs for place in self._own]
 
     def _stored(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what this rank stores of tensors: its parts of sharded parameters."""
+        """Return tensors as this rank stores them: its parts of sharded parameters."""
         return list(tensors if self._sharded is None else map(self._sharded.local_of, tensors))
 
     def leave_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Leave the gradients of the parameters `kept` in `.grad`, added to what is there."""
+        """Store the gradients of the parameters `kept` in `.grad`, added to existing ones."""
         if self._sharded is None:
             leave_gradients(self.kept, gradients)
         else:
@@ -159,7 +160,7 @@ class StepProgram:
     def run(
         self, inputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Return what the loss function returns, micro-batch by micro-batch, and gradients of the parameters `kept`.
+        """Return the results of the loss function, by micro-batch, and gradients of the parameters `kept`.
 
         Gradients are those of the weighted sum of the losses.
 
@@ -170,7 +171,7 @@ class StepProgram:
         Raises:
             NotReplayedError: it runs as a CUDA graph only, and cannot now; nothing has run.
         """
-        if isinstance(self.optimizer, ReplayedStep) and self.optimizer.take_outdated():
+        if isinstance(self.optimizer, ReplayedOptimizer) and self.optimizer.take_outdated():
             self.release()
         if not self._tangents or weights != self._weights:
             dtype, device = self.micro.loss_dtype, self.micro.device
@@ -209,7 +210,7 @@ class StepProgram:
         return outputs
 
     def release(self) -> None:
-        """Release what is held for the next run, which captures or allocates it again."""
+        """Release CUDA graphs and memory for the next run, which makes them again."""
         for runnable in self.variants.loaded().values():
             runnable.release()
 
@@ -239,7 +240,7 @@ def load_step(
 
 
 def leave_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Leave gradients in `.grad`, added to what is there."""
+    """Store gradients in `.grad`, added to existing ones."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if parameter.grad is None:
             parameter.grad = gradient
@@ -256,7 +257,7 @@ def find_shared(
 
     Arguments:
         gradients: by parameter.
-        parameters: what they are for.
+        parameters: of these gradients.
         taken: addresses of memory that is in use.
     """
     used, found = set(taken), set[int]()

@@ -24,14 +24,14 @@ KEEPS_TENSORS = (
 
 
 def loss_in(returned: Any) -> torch.Tensor:
-    """Return the loss among what a loss function returned.
+    """Return the loss in the result of a loss function.
 
     Raises:
         TargetError: it is no tensor without dimensions.
     """
     loss = find_loss(returned)
     unknown = next((each for each in leaves_of(returned) if isinstance(each, Mapping)), None)
-    if unknown is not None:  # whose tensors nobody would find
+    if unknown is not None:  # its tensors would not be found
         raise TargetError(f"the loss function returned a {type(unknown).__name__}; expected a dict, tuple or list")
     if not isinstance(loss, torch.Tensor) or loss.dim():
         shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
@@ -43,7 +43,7 @@ def loss_in(returned: Any) -> torch.Tensor:
 
 
 def detach_others(returned: Any) -> Any:
-    """Return what a loss function returned, with copies without a graph of all tensors but the loss."""
+    """Return the result of a loss function, with copies without a graph of all tensors but the loss."""
     loss = find_loss(returned)
     if loss is returned:
         return returned
@@ -51,18 +51,18 @@ def detach_others(returned: Any) -> Any:
 
 
 class Outputs:
-    """What the loss function returned in a step, by micro-batch and without graphs; combined when first asked for."""
+    """Results of the loss function in a step, by micro-batch and without graphs; combined at the first access."""
 
     def __init__(self, returned: Sequence[Any] = (), weights: Sequence[float] = ()) -> None:
         self.returned, self._weights = returned, weights
 
     @functools.cached_property
     def combined(self) -> Any:
-        """The outputs of the step, in the structure of what the loss function returned; None if it returned nothing.
+        """The outputs of the step, in the structure of the results of the loss function; None if there are none.
 
-        Of one micro-batch they are what it returned. Of several, floating-point numbers and tensors without dimensions
-        are weighted means, and other tensors are stacked along a new first dimension. What differs in shape, or is no
-        tensor and differs, is a list.
+        With one micro-batch they are its result. With several, floating-point numbers and tensors without dimensions
+        are weighted means, and other tensors are stacked along a new first dimension. Tensors of different shapes, and
+        other values that differ, become lists.
 
         Raises:
             TargetError: it returned other structures for some micro-batches.
@@ -93,8 +93,8 @@ class Number(float):
     output: torch.Tensor
 
 
-def watch_reads(output: torch.Tensor, told: Callable[[Number], None]) -> None:
-    """Let `output.item()` return a `Number` of it, and tell of that."""
+def watch_reads(output: torch.Tensor, note: Callable[[Number], None]) -> None:
+    """Let `output.item()` return a `Number`, and call `note` with it."""
     weakly = weakref.ref(output)  # which holds this function
 
     def item() -> Number:
@@ -102,14 +102,14 @@ def watch_reads(output: torch.Tensor, told: Callable[[Number], None]) -> None:
         assert source is not None, "it is being read"
         number = Number(torch.Tensor.item(source) if source.numel() else math.nan)
         number.output = source
-        told(number)
+        note(number)
         return number
 
     output.item = item  # type: ignore[method-assign]
 
 
 def with_values(returned: Any) -> Any:
-    """Return what the loss function returned, with the numbers that it read."""
+    """Return the result of the loss function, with the values of the numbers that it read."""
     return map_leaves(Number, lambda number: torch.Tensor.item(number.output), returned)
 
 
@@ -122,7 +122,7 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def find_loss(returned: Any) -> Any:
-    """Return what is at the place of the loss; Dynamo traces it."""
+    """Return the value at the place of the loss; Dynamo traces this function."""
     if isinstance(returned, tuple | list) and returned:
         return returned[0]
     return returned["loss"] if isinstance(returned, Mapping) and "loss" in returned else returned

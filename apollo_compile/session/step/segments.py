@@ -1,7 +1,7 @@
 """Segments of a training step that no compiled graph has: sums of gradients, their norm, and the optimizer.
 
 Gradients are treated group by group: those that one segment of the backward makes are final at the same time, so their
-sum, and what the optimizer does with them, may run while the backward goes on elsewhere. Only clipping joins all.
+sum and their part of the optimizer's step may run while the backward goes on elsewhere. Only clipping joins all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from apollo_compile.ir import (
     merge_kernels,
 )
 from apollo_compile.target.target import CompiledBody
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 
 _NORM_BYTES = 4
 
@@ -36,7 +36,7 @@ class GradientGroup:
     """Parameters whose gradients one segment of the backward makes."""
 
     name: str
-    """Of that segment; `~inputs` for gradients that no segment makes."""
+    """Name of that segment; `~inputs` for gradients that no segment makes."""
     module: str
     sizes: Mapping[int, int]
     """Bytes of the gradients, by the place of the parameter."""
@@ -82,11 +82,11 @@ def add_gradients(group: GradientGroup) -> OneSegment:
     return _one_segment(group, "sum", takes=2 * sizes, makes=sizes, flops=sum(sizes) // 4, body=add)
 
 
-def communicate(group: GradientGroup, what: str, makes: Sequence[int], collective: _Function) -> OneSegment:
+def communicate(group: GradientGroup, suffix: str, makes: Sequence[int], collective: _Function) -> OneSegment:
     """Run one collective over the ranks: takes tensors of the sizes of a group, and makes some of other sizes."""
     takes = tuple(group.sizes.values())
     return _one_segment(
-        group, what, takes=takes, makes=makes, flops=sum(takes) // 4, body=collective, communicates=True
+        group, suffix, takes=takes, makes=makes, flops=sum(takes) // 4, body=collective, communicates=True
     )
 
 
@@ -107,7 +107,7 @@ def limit_gradients(
     total_norm: Callable[[torch.Tensor], torch.Tensor] = torch.linalg.vector_norm,
     communicates: bool = False,
 ) -> OneSegment:
-    """Find by how much gradients are scaled: takes the norms of all groups and makes the factor, at most 1.
+    """Find the factor that limits gradients, at most 1: takes the norms of all groups, and makes the factor.
 
     Arguments:
         groups: in the order of the norms.
@@ -138,7 +138,11 @@ def limit_gradients(
 
 
 def update_parameters(
-    group: GradientGroup, parameters: Mapping[int, torch.Tensor], optimizer: StepInParts | None, *, is_clipped: bool
+    group: GradientGroup,
+    parameters: Mapping[int, torch.Tensor],
+    optimizer: OptimizerInParts | None,
+    *,
+    is_clipped: bool,
 ) -> OneSegment:
     """Step the optimizer for one group: takes parameters, to which it writes, and gradients.
 
@@ -152,7 +156,7 @@ def update_parameters(
         gradients = taken[-count - is_clipped :][:count]
         if is_clipped:
             gradients = _scale(gradients, taken[-1])
-        # A capture is rehearsed with copies of what is written to, and a step of the optimizer has no copy.
+        # A capture is rehearsed with copies of tensors that it writes to, and the optimizer's state has no copy.
         is_rehearsed = optimizer is not None and not optimizer.is_at(owners[0], taken[0])
         if optimizer is not None and not is_rehearsed:
             optimizer.step(owners, gradients)
@@ -161,7 +165,7 @@ def update_parameters(
     moved = sum(sizes) * (2 if is_clipped else 0) + (0 if optimizer is None else optimizer.bytes_moved(sum(sizes)))
     return _one_segment(
         group,
-        "scale" if optimizer is None else optimizer.name,  # also in the key of what is kept about the step
+        "scale" if optimizer is None else optimizer.name,  # also in the key of the step's verdict
         takes=(*(() if optimizer is None else sizes), *sizes, *((_NORM_BYTES,) if is_clipped else ())),
         makes=sizes if is_clipped else (),
         flops=sum(sizes),
@@ -172,7 +176,7 @@ def update_parameters(
 
 def _one_segment(
     group: GradientGroup,
-    what: str,
+    suffix: str,
     *,
     takes: Sequence[int],
     makes: Sequence[int],
@@ -183,7 +187,7 @@ def _one_segment(
 ) -> OneSegment:
     """Return a graph of one segment that takes and makes tensors of these sizes in bytes."""
     segment = SegmentId(0)
-    name = f"{group.name}:{what}"
+    name = f"{group.name}:{suffix}"
     buffers = [
         Buffer(
             id=BufferId(number),

@@ -58,7 +58,7 @@ def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
 
 
 def kind_of(parts: Sequence[Any]) -> Hashable | None:
-    """Return what micro-batches have in common that decides how they are compiled; None if they are not alike."""
+    """Return structure, shapes and dtypes, for which micro-batches are compiled; None if they are not alike."""
     kinds: set[Hashable] = set()
     for leaves, structure, _ in map(flatten, parts):
         facts = ((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else type(x) for x in leaves)
@@ -67,7 +67,7 @@ def kind_of(parts: Sequence[Any]) -> Hashable | None:
 
 
 def _refuse_lists(value: Any, size: int, count: int) -> None:
-    """Refuse lists of something else than tensors with an element for every sample: they would not be split."""
+    """Refuse lists that have an element other than a tensor for every sample: they would not be split."""
     if isinstance(value, dict):
         for each in value.values():
             _refuse_lists(each, size, count)

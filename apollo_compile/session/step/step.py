@@ -1,7 +1,7 @@
 """One training step per call: `Step`.
 
 The first steps are the plain loop, over the loss function as `torch.compile(backend="apollo")` compiles it. When its
-plans are final, what was compiled is linked into one program (`linking.py`). In the steps that follow, the program, the
+plans are final, its graphs are linked into one program (`linking.py`). In the steps that follow, the program, the
 loop and the step that Inductor traces (`traced.py`) take turns until the fastest is known (`tuning.py`).
 A step that cannot be linked stays the loop, and one line says why.
 
@@ -92,7 +92,7 @@ class Step:
         settings = self._settings
         parts = list(settings.split(batch, settings.microbatches))
         weights = weigh_parts(parts, settings.weigh)
-        self._outputs = Outputs()  # which may be large, and are those of no step if this one fails
+        self._outputs = Outputs()  # the last ones may be large, and a step that fails has none
         with nullcontext() if self._data_parallel is None else self._data_parallel.opened():
             self._outputs = Outputs(self._take(parts, weights), weights)
         if self._optimizer is not None and not settings.keep_gradients:
@@ -102,17 +102,17 @@ class Step:
 
     @property
     def outputs(self) -> Any:
-        """What the loss function returned in the latest step, without graphs; None before it and where it failed.
+        """The result of the loss function in the latest step, without graphs; None before it and where it failed.
 
         Of several micro-batches it has the same structure; see `Outputs.combined`.
         """
         return self._outputs.combined
 
     def __reduce__(self) -> tuple[Callable[..., Step], tuple[Any, ...]]:
-        """Copy or pickle what it was made of: copies of model and optimizer get a step of their own."""
+        """Copy or pickle the arguments: copies of model and optimizer get a step of their own."""
         return Step, (self._model, self._loss_fn, self._optimizer, self._settings)
 
-    # ------------------------------------------------------------------------------------------ what reports ask
+    # ------------------------------------------------------------------------------------------------ for reports
 
     @property
     def verdicts(self) -> list[str]:
@@ -151,9 +151,9 @@ class Step:
     # -------------------------------------------------------------------------------------------- taking a step
 
     def _take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
-        """Take a step of these micro-batches, and link what it ran if that is to be a program.
+        """Take a step of these micro-batches, and link its graphs once they can be a program.
 
-        Return what the loss function returned, by micro-batch.
+        Return the results of the loss function, by micro-batch.
         """
         self._num_steps += 1
         if self._optimizer is not None:
@@ -205,7 +205,7 @@ class Step:
         if found is None:
             return None
         noted, returned = found
-        if variant is Variant.TRACED:  # whose guards know nothing of parameters that get gradients only now
+        if variant is Variant.TRACED:  # its guards do not cover parameters that get gradients only now
             return self._run_traced(tuner, parts, weights)
         try:
             program.variants.use(variant)
@@ -250,7 +250,7 @@ class Step:
 
     def _run_traced(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
         """Take the step as Dynamo traces it; None where that cannot be compiled."""
-        assert tuner.traced is not None, "only what is there is compared"
+        assert tuner.traced is not None, "only existing variants are compared"
         try:
             returned = tuner.traced.take(parts, weights)
         except CandidateError as error:
@@ -278,7 +278,7 @@ class Step:
             if self._optimizer is None or not _give_way(self._loss):  # gradients from before the step would be lost
                 raise
             returned = None
-        if returned is None:  # not in the handler, which holds what failed
+        if returned is None:  # not in the handler, which holds tensors of the failed call
             assert self._optimizer is not None
             self._optimizer.zero_grad()
             returned = add_gradients(self._loss.compute, parts, weights)
@@ -293,7 +293,7 @@ class Step:
         if self._settings.clip_grad_norm is not None:
             clip(self._model.parameters(), self._settings.clip_grad_norm)
         if self._optimizer is not None:
-            if not self._has_stepped:  # its state stays; in the place of activations it would keep the rest of theirs
+            if not self._has_stepped:  # its state stays: in a block of activations, it would keep all of the block
                 torch.cuda.empty_cache()
             self._has_stepped = True
             self._optimizer.step()
@@ -320,7 +320,7 @@ def _give_way(loss: CompiledLoss) -> bool:
         target.keep_only(())
     if held:
         _logger.warning(
-            "the loop over micro-batches is out of memory; releasing CUDA graphs of whole steps and trying again"
+            "the loop over micro-batches ran out of memory; CUDA graphs of whole steps are released, and it runs again"
         )
     return bool(held)
 

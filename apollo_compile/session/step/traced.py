@@ -1,4 +1,4 @@
-"""Rivals of the program of a step that are not made of it: the step as Inductor traces it, and the loop in eager."""
+"""Variants of a step without its program: the step as Inductor traces it, and the loop in eager."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TracedStep:
     generator. They must have drawn the same numbers and made the same gradients.
 
     Arguments:
-        program: of the same step, which `reason_against_traced` has nothing against.
+        program: of the same step; `reason_against_traced` allows it.
         call: the loss function of a micro-batch, not compiled.
         compiled: the same, compiled.
         settings: of Inductor, by their names in `torch._inductor.config`.
@@ -63,13 +63,13 @@ class TracedStep:
         self._run = compile_traced_step(partial(_call_loss, call), program.parameters, settings)
 
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
-        """Leave the gradients of these micro-batches; return what the loss function returned for each of them.
+        """Store the gradients of these micro-batches in `.grad`; return the results of the loss function.
 
-        Clipping and the optimizer are the caller's. It returns None where nothing could be learned of these
-        micro-batches and nothing has changed: this step is a loop.
+        The caller clips, and steps the optimizer. The result is None, and nothing has changed, where the loop's
+        gradients are not finite, so that it cannot be compared with the loop: then this step is a loop.
 
         Raises:
-            CandidateError: it cannot be compiled, or computes something else; nothing has changed.
+            CandidateError: it cannot be compiled, or computes other results; nothing has changed.
         """
         made = self._call(parts, weights) if self.is_ready else self._prove(parts, weights)
         if made is None:
@@ -82,7 +82,7 @@ class TracedStep:
     def _prove(
         self, parts: Sequence[Any], weights: Sequence[float]
     ) -> tuple[Sequence[Any], Sequence[torch.Tensor]] | None:
-        """Compile it, and take a step that is the loop's; None where the loop's gradients are not finite.
+        """Compile it, and take a step that equals the loop's; None where the loop's gradients are not finite.
 
         Raises:
             CandidateError: it cannot be compiled, or its step is another one; nothing has changed.
@@ -122,7 +122,7 @@ class _Snapshot:
         self._generator = torch.get_rng_state()
 
     def restore(self) -> None:
-        """Undo what has changed since then."""
+        """Restore the buffers and the random state."""
         torch.set_rng_state(self._generator)
         with torch.no_grad():  # a forward may write to parameters
             for buffer, before in self._buffers:
@@ -130,7 +130,7 @@ class _Snapshot:
 
 
 def add_gradients(call: Callable[[Any], Any], parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
-    """Add the gradients of all micro-batches, one after the other; return what the loss function returned for each."""
+    """Add the gradients of all micro-batches, one after the other; return the results of the loss function."""
     outputs = []
     for part, weight in zip(parts, weights, strict=True):
         returned = call(part)
@@ -191,9 +191,9 @@ def gradients_of_loop(
 
 
 def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Return whether gradients are those of the loop; False where those are not finite, so that nothing is known.
+    """Return whether gradients are those of the loop; False where the loop's are not finite.
 
-    Gradients that are zero but for rounding count as far as they matter beside the others.
+    The difference of a gradient that is zero but for rounding is judged beside the norm of all gradients.
 
     Raises:
         CandidateError: they differ.
@@ -222,10 +222,10 @@ def _norm_of(gradient: torch.Tensor) -> float:
 def make_traced_step(
     program: StepProgram, call: Callable[[Any], Any], compiled: Callable[[Any], Any], config: Config
 ) -> TracedStep | None:
-    """Return what takes the steps of a program as Dynamo traces them; None where none may, which one line says."""
+    """Return the traced step of a program; None, with a log line, where there may be none."""
     reason = reason_against_traced(program)
     if reason is not None:
-        _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
+        _logger.info("%s: %s is not compared: %s", program.name, Variant.TRACED, reason)
         return None
     inductor = inductor_settings(config.mode, config.inductor)
     if config.runtime.bodies == "eager":  # which draw the random numbers of eager

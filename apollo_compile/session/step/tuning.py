@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from apollo_compile.autotune.candidates import Candidate, CandidateError, CompileBudget
-from apollo_compile.autotune.comparison import MIN_ROUNDS, typical_steps
+from apollo_compile.autotune.comparison import typical_steps
+from apollo_compile.autotune.decision import is_reliable
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.reports.values import Stage, State
@@ -31,7 +32,7 @@ def steps_to_compare(target: Target) -> int:
 
 
 class StepTuner:
-    """Selects what takes the steps of one program.
+    """Selects the variant that takes the steps of one program.
 
     Arguments:
         program: the step as one program.
@@ -39,7 +40,7 @@ class StepTuner:
         budget: training time that compiles of late candidates may take.
         is_compared: whether variants are compared; if not, the program runs.
         is_alike_in_eager: whether the loop in eager computes the same, so that it may be compared.
-        traced: takes such steps as Dynamo traces them; None where none may.
+        traced: the step as Inductor traces it; None where it may not take steps.
         prepare_whole: adds the variant `INDUCTOR`, Inductor's whole graphs in turn; None if that cannot be compiled.
         leave_loop: called where the loop is the fastest, so that its graphs are compared by themselves.
     """
@@ -62,12 +63,12 @@ class StepTuner:
         self._warm_start = warm_start
         self._is_compared = is_compared
         self.traced = traced
-        """None where it may not take steps, and once it has lost."""
+        """The step as Inductor traces it; None where it may not take steps, and once it has lost."""
         self._leave_loop = leave_loop
         self._number = 0
         """Number of the latest step among all steps."""
         self._was_unready = False
-        """Whether the latest step compiles."""
+        """Whether the latest step compiled its variant."""
         target = program.variants.target
         self._tuner = Tuner(
             program.name,
@@ -132,7 +133,7 @@ class StepTuner:
     def drop(self, variant: Variant, error: Exception) -> None:
         """Compare the others only: this variant of the program has failed."""
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        _logger.warning("%s: no %s: %s", self.program.name, variant, first)
+        _logger.warning("%s: %s failed, and is not run again: %s", self.program.name, variant, first)
         if self._is_compared:
             self._tuner.drop(variant)
         else:
@@ -140,13 +141,13 @@ class StepTuner:
 
     def drop_traced(self, error: CandidateError) -> None:
         """Compare the others only: the traced step cannot be compiled, or computes something else."""
-        _logger.info("%s: no %s to compare with: %s", self.program.name, Variant.TRACED, error)
+        _logger.info("%s: %s is not compared: %s", self.program.name, Variant.TRACED, error)
         self.traced = None
         self._tuner.drop(Variant.TRACED)
 
     @property
     def state(self) -> State:
-        """How far its comparison is, or what won; and why a step is a loop instead, if it is."""
+        """The progress of its comparison, or the winner; and why a step is a loop instead, if it is."""
         verdict, tuner = self.verdict, self._tuner
         if not self.is_settled:
             return State(
@@ -205,7 +206,7 @@ class StepTuner:
             self._tuner.offer(candidates, incumbent=Variant.LOOP)
 
     def _keep(self, variants: Collection[Variant]) -> None:
-        """Release what others hold: CUDA graphs, which are captured again if they run, and a traced step for good."""
+        """Release memory of others: CUDA graphs, which are captured again if they run, and the traced step for good."""
         if self.traced is not None and self.traced.is_ready and Variant.TRACED not in variants:
             self._tuner.forget(Variant.TRACED)
             self.traced = None
@@ -213,7 +214,7 @@ class StepTuner:
             self.program.variants.target.keep_only(variants)
 
     def _keep_verdict(self, verdict: Verdict) -> None:
-        if verdict.standings[0].num_rounds >= MIN_ROUNDS:
+        if is_reliable(verdict):
             self._warm_start.keep(self.program.variants.compilation, verdict.winner, verdict)
         if verdict.winner is Variant.LOOP:
             self._leave_loop()

@@ -1,6 +1,6 @@
 """Measure variants of one model against each other.
 
-    (Task, variants) -> Measurement
+    (MeasuredTask, variants) -> Measurement
 
     task.py      the measured task, and its variants
     turns.py     the parent: starts a process per variant and gives them turns

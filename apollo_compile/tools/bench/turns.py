@@ -29,6 +29,9 @@ from apollo_compile.tools.bench.task import VARIANTS, MeasuredTask, MeasuredVari
 PAUSE_S = 0.01
 """Pause between turns, longer than OpenMP workers spin after a child's last step."""
 
+_WARMUP_STEPS = 5
+"""Least untimed steps of every variant before the first round; apollo takes more until autotuning has ended."""
+
 _START_TIMEOUT_S = 1800.0
 _TURN_TIMEOUT_S = 600.0
 
@@ -48,7 +51,6 @@ def measure(
     *,
     rounds: int = 10,
     steps_per_turn: int = 3,
-    warmup: int = 5,
     cold: bool = True,
     progress: Tell | None = None,
 ) -> Measurement:
@@ -60,8 +62,6 @@ def measure(
             the first variant replaces it.
         rounds: number of turns of every variant.
         steps_per_turn: number of timed steps of a turn.
-        warmup: least number of untimed steps of every variant before the first round; apollo takes more until
-            autotuning has ended.
         cold: give every child an empty Inductor cache, and make apollo ignore earlier processes, so that `cold_s`
             includes a cold compile.
         progress: called with lines of text that describe the progress.
@@ -73,9 +73,7 @@ def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="apollo-bench-")))
         chosen = [_forgetful(variant) if cold and variant.backend == "apollo" else variant for variant in variants]
         children = {variant.name: stack.enter_context(spawn(task, variant, folder, cold=cold)) for variant in chosen}
-        return measure_children(
-            task, children, rounds=rounds, steps_per_turn=steps_per_turn, warmup=warmup, progress=progress
-        )
+        return measure_children(task, children, rounds=rounds, steps_per_turn=steps_per_turn, progress=progress)
 
 
 def _forgetful(variant: MeasuredVariant) -> MeasuredVariant:
@@ -88,7 +86,7 @@ def measure_children(
     *,
     rounds: int,
     steps_per_turn: int,
-    warmup: int,
+    warmup: int = _WARMUP_STEPS,
     progress: Tell | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Measurement:

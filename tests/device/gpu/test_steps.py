@@ -22,6 +22,7 @@ from apollo_compile.store.profiles import load_profile
 from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
+from tests.builders import most_at_once
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.session.test_captured import Branches, BusyGpu, interpret_plainly
 
@@ -338,7 +339,7 @@ def test_variants_take_turns(gpu: FakeGpu) -> None:
     variants = tuner.program.variants
     loaded = variants.loaded()
     assert [loaded[each].num_replays for each in (Variant.PLAN, Variant.SERIAL)] == [16, 2]
-    assert variants.compilation.plan.num_abreast == 4 and loaded[Variant.SERIAL].bodies is variants.plan.bodies
+    assert most_at_once(variants.compilation.plan) == 4 and loaded[Variant.SERIAL].bodies is variants.plan.bodies
     assert status(pair.run).startswith("measuring, about ") and not races_of(gpu)
 
 
@@ -414,7 +415,7 @@ def test_a_capture_that_fails_leaves_the_loop(gpu: FakeGpu, caplog: pytest.LogCa
     for device in gpu.others.values():
         device.fail_capture = RuntimeError("operation not permitted when stream is capturing")
     pair.steps(30)
-    assert "no plan: RuntimeError: operation not permitted" in caplog.text
+    assert "plan failed, and is not run again: RuntimeError: operation not permitted" in caplog.text
     assert pair.run.tuners[0].current is Variant.LOOP
 
 
@@ -433,7 +434,7 @@ def test_a_loop_that_finds_no_memory_gets_that_of_the_program(gpu: FakeGpu, capl
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         pair.run(torch.ones(4, 8, dtype=torch.float64))
-    assert "releasing CUDA graphs of whole steps and trying again" in caplog.text and not failures
+    assert "CUDA graphs of whole steps are released, and it runs again" in caplog.text and not failures
     captures = pair.program.num_captures
     pair.run(torch.ones(8, 8, dtype=torch.float64))
     assert pair.program.num_captures == captures + 1

@@ -79,3 +79,13 @@ def test_a_graph_outlives_its_step() -> None:
     gc.collect()
     assert graph.outcomes == {}
     assert graph(WEIGHT, torch.ones(2))[1] == 2
+
+
+def test_a_graph_that_is_refused_holds_no_tensor_of_the_model() -> None:
+    """Dynamo keeps it for good, and its inputs are not asked for again."""
+    notes = Notes(lambda: {id(WEIGHT)})
+    graph = graph_of(notes)
+    graph.compiled = lambda weight, x: ((weight * x).sum(), 3)
+    notes.begin_loop(0, 1)
+    assert graph(WEIGHT, torch.ones(2))[1] == 3
+    assert graph.is_decided and graph.refusal and graph.inputs is None

@@ -16,7 +16,7 @@ from apollo_compile.session.step.segments import (
     measure_gradients,
     update_parameters,
 )
-from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 
 SHAPES = ((3, 4), (5,), (), (2, 2))
 GROUPS = (
@@ -70,7 +70,7 @@ def test_clipping_and_updating_in_groups_is_clipping_and_updating_at_once(limit:
     torch.nn.utils.clip_grad_norm_(expected, limit)
     if is_stepped:
         torch.optim.SGD(expected, lr=0.1, momentum=0.9).step()
-    optimizer = StepInParts(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) if is_stepped else None
+    optimizer = OptimizerInParts(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) if is_stepped else None
 
     gradients = gradients_of(0)
     norms = [run(measure_gradients(group), *(gradients[place] for place in group.sizes))[0] for group in GROUPS]
@@ -100,7 +100,7 @@ def test_a_scalar_of_lower_precision_keeps_its_dtype() -> None:
 def test_a_rehearsal_does_not_step() -> None:
     """A capture runs with copies of the parameters first; the optimizer's own are as they were."""
     parameter = torch.nn.Parameter(torch.ones(5))
-    optimizer = StepInParts(torch.optim.SGD([parameter], lr=1.0))
+    optimizer = OptimizerInParts(torch.optim.SGD([parameter], lr=1.0))
     group = GradientGroup(name="a", module="", sizes={0: 20})
     segment = update_parameters(group, {0: parameter}, optimizer, is_clipped=False)
     run(segment, parameter.detach().clone(), torch.ones(5))

@@ -1,13 +1,13 @@
 """Examine whether this GPU, driver and torch can run lanes.
 
-    examine_cuda() -> findings without an experiment; each relies on those before it
+    examine_cuda() -> results without an experiment; each relies on those before it
 
 driver      libcuda opens and has the functions that lanes need
 split       the device assigns its SMs in atoms of equal size
 connections the environment does not put all streams through one hardware queue
 profile     the profile that plans rest on was measured on this GPU
 
-    examine_lanes(gpu) -> findings of kernels that run on lanes, which `self_check.py` does in a process of its own
+    examine_lanes(gpu) -> results of kernels that run on lanes, which `self_check.py` does in a process of its own
 
 lanes ...   for three splits: kernels of a lane run on exactly the SMs that it was granted, lanes of one split share
             none, the sets stay the same over launches, eager and replayed, and lanes run side by side
@@ -31,7 +31,7 @@ from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
-from apollo_compile.target.findings import CheckResult, Level
+from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.lanes import atom_borders
 from apollo_compile.units import format_ns
 
@@ -54,13 +54,13 @@ class Census:
     end_ns: Mapping[LaneId, int]
 
 
-def examine_cuda(ordinal: int = 0) -> tuple[CheckResult, ...]:
-    """Return findings about the GPU of that number, without running anything; one note if there is no GPU."""
+def examine_cuda() -> tuple[CheckResult, ...]:
+    """Return results about the first GPU, without running anything; one note if there is no GPU."""
     if not torch.cuda.is_available():
         text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
         return (CheckResult(subject="GPU", level=Level.NOTE, message=text),)
     try:
-        gpu = TorchGpu(ordinal)
+        gpu = TorchGpu(0)
     except CudaError as error:
         return (CheckResult(subject="driver", level=Level.ERROR, message=str(error)),)
     native = gpu.native
@@ -81,16 +81,16 @@ def examine_cuda(ordinal: int = 0) -> tuple[CheckResult, ...]:
 
 
 def examine_lanes(gpu: TorchGpu) -> tuple[CheckResult, ...]:
-    """Return the findings from censuses of three splits and of overlapping lanes."""
+    """Return the results from censuses of three splits and of overlapping lanes."""
     extra = EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
-    findings: list[CheckResult] = []
+    results: list[CheckResult] = []
     for shares in ((1, 1), (3, 1), (3, 5, 8)):
         if len(shares) > len(gpu.native.atom_sizes):
             continue  # a small device has no lanes for this split
         lanes = split_lanes(gpu.native.atom_sizes, shares)
         name = " + ".join(str(len(lane.units)) for lane in lanes)
-        findings += attempt(f"lanes {name}", lambda lanes=lanes, name=name: _examine_split(gpu, lanes, name, extra))  # type: ignore[misc]
-    return (*findings, *attempt("overlap", lambda: _examine_overlap(gpu, extra)))
+        results += attempt(f"lanes {name}", lambda lanes=lanes, name=name: _examine_split(gpu, lanes, name, extra))  # type: ignore[misc]
+    return (*results, *attempt("overlap", lambda: _examine_overlap(gpu, extra)))
 
 
 def split_lanes(sizes: Sequence[int], shares: Sequence[int]) -> tuple[Lane, ...]:
@@ -118,7 +118,7 @@ def lane_of_atoms(number: int, sizes: Sequence[int], first: int, last: int) -> L
 
 
 def attempt(name: str, look: Callable[[], Sequence[CheckResult]]) -> Sequence[CheckResult]:
-    """Return the findings of `look`; an exception becomes a finding, so that other checks still run."""
+    """Return the results of `look`; an exception becomes a result, so that other checks still run."""
     try:
         return look()
     except Exception as error:
@@ -219,7 +219,7 @@ def judge_censuses(
     """Judge where the kernels of disjoint lanes ran.
 
     Arguments:
-        name: subject of the finding.
+        name: subject of the result.
         granted: number of SMs that the driver reports for each lane.
         censuses: one per launch.
         extra: SMs that the driver may add to every lane; lanes may then share that many.

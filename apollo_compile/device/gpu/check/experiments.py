@@ -29,7 +29,7 @@ from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.run.torch_capture import TorchRecording, bytes_at
 from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.ir import Lane, LaneId, Program, Role, SegmentGraph
-from apollo_compile.target.findings import CheckResult, Level
+from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.target import CompiledBody, Contract
 
 NUM_LEVELS = 12
@@ -359,4 +359,4 @@ TRIALS: Mapping[str, Trial] = {
     "training step": try_training_step,
     "dropout": try_dropout,
 }
-"""By the subject of their findings."""
+"""By the subject of their results."""

@@ -2,7 +2,7 @@
 
     unavailable_reason(gpu, cache) -> str | None   why lanes must stay off
     check_gpu(gpu, cache, again=...) -> SelfCheck  the verdict, kept or new
-    run_checks(gpu) -> findings                    the work of the process
+    run_checks(gpu) -> results                    the work of the process
 
 Experiments may fail in ways that a process does not survive: a capture that is refused leaves torch's generator and
 allocator in it, and an illegal access ends the context. So they run in a process that has this one's Python path and
@@ -37,7 +37,7 @@ from apollo_compile.device.gpu.check.experiments import TRIALS, Trial
 from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
 from apollo_compile.device.gpu.run.gpu import TorchGpu, require_cuda
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
-from apollo_compile.target.findings import CheckResult, Level
+from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint
 
 _logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def check_apart(
         return found
     except _ProcessError as error:
         problem = CheckResult(subject="self-check", level=Level.ERROR, message=str(error))
-        return SelfCheck(made_at=time.time(), fingerprint=fingerprint, findings=(problem,))
+        return SelfCheck(made_at=time.time(), fingerprint=fingerprint, results=(problem,))
 
 
 class _ProcessError(Exception):
@@ -231,25 +231,25 @@ def answer_into(path: str, ordinal: int) -> None:
     require_cuda()
     torch.cuda.set_device(ordinal)
     gpu = TorchGpu(ordinal)
-    verdict = SelfCheck(made_at=time.time(), fingerprint=_fingerprint_of(gpu), findings=run_checks(gpu))
+    verdict = SelfCheck(made_at=time.time(), fingerprint=_fingerprint_of(gpu), results=run_checks(gpu))
     FORMAT.write(Path(path), verdict)
 
 
 def run_checks(gpu: TorchGpu, trials: Mapping[str, Trial] = TRIALS) -> tuple[CheckResult, ...]:
-    """Return the findings of the censuses and of the experiments; one that raises is an error, and others still run."""
-    findings = list(examine_lanes(gpu))
+    """Return the results of the censuses and of the experiments; one that raises is an error, and others still run."""
+    results = list(examine_lanes(gpu))
     for subject, trial in trials.items():
-        findings += attempt(subject, lambda trial=trial: [trial(gpu, gpu.native.atom_sizes, gpu.device)])  # type: ignore[misc]
-    return tuple(findings)
+        results += attempt(subject, lambda trial=trial: [trial(gpu, gpu.native.atom_sizes, gpu.device)])  # type: ignore[misc]
+    return tuple(results)
 
 
 def describe(verdict: SelfCheck, *, is_new: bool) -> tuple[CheckResult, ...]:
-    """Return the findings of a verdict; the first has its age, and advice."""
+    """Return the results of a verdict; the first has its age, and advice."""
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(verdict.made_at))
     when = "just now" if is_new else f"on {made}, with the same GPU, driver and torch"
     if verdict.complaint is None:
         head = CheckResult(subject="self-check", level=Level.OK, message=f"lanes work: tried {when}", advice="")
-        return (head, *verdict.findings)
+        return (head, *verdict.results)
     text = f"lanes stay off: tried {when}, and failed"
     head = CheckResult(subject="self-check", level=Level.ERROR, message=text, advice=AGAIN)
-    return (head, *(replace(each, advice="") for each in verdict.findings))
+    return (head, *(replace(each, advice="") for each in verdict.results))

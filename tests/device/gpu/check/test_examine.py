@@ -17,7 +17,7 @@ from apollo_compile.device.gpu.check.examine import (
     split_lanes,
 )
 from apollo_compile.ir import LaneId
-from apollo_compile.target.findings import Level
+from apollo_compile.target.check_result import Level
 from tests.device.gpu.fake_gpu import FakeGpu
 
 A, B = LaneId(1), LaneId(2)
@@ -33,9 +33,9 @@ def census(sms: Mapping[LaneId, frozenset[int]] = SMS, *, begin_b: int = 3_000) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is found without a GPU")
 def test_without_a_gpu_there_is_one_finding_that_says_so() -> None:
     """Nothing is failed."""
-    (finding,) = examine_cuda()
-    assert finding.level == Level.NOTE
-    assert finding.message.startswith("torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU")
+    (result,) = examine_cuda()
+    assert result.level == Level.NOTE
+    assert result.message.startswith("torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU")
 
 
 MORE = {A: SMS[A] | {130, 131}, B: SMS[B] | {130, 131}}
@@ -58,8 +58,8 @@ SPLIT = "16 + 8 SMs, disjoint"
 )
 def test_censuses_of_two_lanes_are_judged(censuses: list[Census], extra: int, level: Level, text: str) -> None:
     """Fewer SMs than granted, more, other or shared ones are a failure, in any launch."""
-    finding = judge_censuses("lanes", GRANTED, censuses, extra=extra)
-    assert finding.level == level and text in finding.message
+    result = judge_censuses("lanes", GRANTED, censuses, extra=extra)
+    assert result.level == level and text in result.message
 
 
 class CensusGpu(FakeGpu):

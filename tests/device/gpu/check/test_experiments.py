@@ -15,7 +15,7 @@ from apollo_compile.device.gpu.check.experiments import TRIALS, try_dropout, try
 from apollo_compile.device.gpu.check.self_check import run_checks
 from apollo_compile.device.gpu.run.gpu import BodyFunction, Stream
 from apollo_compile.ir import Lane
-from apollo_compile.target.findings import CheckResult, Level
+from apollo_compile.target.check_result import CheckResult, Level
 from tests.device.gpu.check.test_examine import CensusGpu
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
 
@@ -42,8 +42,8 @@ class Spoiled(FakeGpu):
 def test_a_device_that_keeps_its_rules_passes(name: str) -> None:
     """Without a race, with every lane in use."""
     gpu = FakeGpu()
-    finding = SMALL[name](gpu, SIZES, CPU)
-    assert (finding.level, finding.subject) == (Level.OK, name), finding.message
+    result = SMALL[name](gpu, SIZES, CPU)
+    assert (result.level, result.subject) == (Level.OK, name), result.message
     assert not gpu.races
     assert {entry[1] for entry in gpu.log if entry[0] == "launch"} >= {"lane 1", "lane 2"}
 
@@ -62,9 +62,9 @@ def one_is_lost(recording: FakeRecording) -> None:
 @pytest.mark.parametrize("trial", (try_hand_overs, try_training_step))
 def test_what_is_read_too_early_is_found(trial: Any, spoil: Callable[[FakeRecording], None]) -> None:
     """It is poison, which spreads to the result; memory of what is lost may have been used for something else."""
-    finding = trial(Spoiled(spoil), SIZES, CPU, width=8)
-    assert finding.level is Level.ERROR and finding.message.endswith(" was read")
-    assert spoil is one_is_lost or "are NaN: memory that was not written yet was read" in finding.message
+    result = trial(Spoiled(spoil), SIZES, CPU, width=8)
+    assert result.level is Level.ERROR and result.message.endswith(" was read")
+    assert spoil is one_is_lost or "are NaN: memory that was not written yet was read" in result.message
 
 
 def test_a_launch_that_reads_what_is_not_written_is_found() -> None:
@@ -77,9 +77,9 @@ def test_a_launch_that_reads_what_is_not_written_is_found() -> None:
                 inputs[0] = torch.zeros_like(inputs[0])
             return super().call(body, inputs, stream)
 
-    finding = try_hand_overs(Early(), SIZES, CPU, width=8)
-    assert finding.level is Level.ERROR
-    assert finding.message.startswith("launch 0: ") and "the result of an earlier run was read" in finding.message
+    result = try_hand_overs(Early(), SIZES, CPU, width=8)
+    assert result.level is Level.ERROR
+    assert result.message.startswith("launch 0: ") and "the result of an earlier run was read" in result.message
 
 
 def test_a_replay_that_leaves_old_results_is_found() -> None:
@@ -98,8 +98,8 @@ def test_a_replay_that_leaves_old_results_is_found() -> None:
 
         recording.replay = replay  # type: ignore[method-assign]
 
-    finding = try_hand_overs(Spoiled(keep_first), SIZES, CPU, width=8)
-    assert finding.message.startswith("replay 1: ") and "0 are NaN: the result of an earlier run" in finding.message
+    result = try_hand_overs(Spoiled(keep_first), SIZES, CPU, width=8)
+    assert result.message.startswith("replay 1: ") and "0 are NaN: the result of an earlier run" in result.message
 
 
 def before_each_replay(act: Callable[[FakeRecording], object]) -> Callable[[FakeRecording], None]:
@@ -135,8 +135,8 @@ def flip_masks(recording: FakeRecording) -> None:
 )
 def test_wrong_masks_are_found(act: Callable[[FakeRecording], object], text: str) -> None:
     """Equal ones, other ones from the same seed, and other ones in a backward."""
-    finding = try_dropout(Spoiled(before_each_replay(act)), SIZES, CPU, width=64)
-    assert (finding.level, finding.message) == (Level.ERROR, text)
+    result = try_dropout(Spoiled(before_each_replay(act)), SIZES, CPU, width=64)
+    assert (result.level, result.message) == (Level.ERROR, text)
 
 
 def test_lanes_that_draw_the_same_numbers_are_found() -> None:
@@ -153,8 +153,8 @@ def test_lanes_that_draw_the_same_numbers_are_found() -> None:
 
             return super().call(run, inputs, stream)
 
-    finding = try_dropout(Same(), SIZES, CPU, width=64)
-    assert finding.level is Level.ERROR and finding.message.startswith("equal masks: lane 1 in replay 0 and lane 2 in")
+    result = try_dropout(Same(), SIZES, CPU, width=64)
+    assert result.level is Level.ERROR and result.message.startswith("equal masks: lane 1 in replay 0 and lane 2 in")
 
 
 class SmGpu(CensusGpu):
@@ -193,18 +193,18 @@ def put_kernel(monkeypatch: pytest.MonkeyPatch, gpu: SmGpu, *, shift: int = 0) -
     monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", kernel)
 
 
-def levels(findings: Sequence[CheckResult]) -> Mapping[str, Level]:
+def levels(results: Sequence[CheckResult]) -> Mapping[str, Level]:
     """Return levels by subject."""
-    return {finding.subject: finding.level for finding in findings}
+    return {result.subject: result.level for result in results}
 
 
 def test_all_checks_pass_on_a_device_that_keeps_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Censuses of three splits, and the experiments."""
     gpu = SmGpu()
     put_kernel(monkeypatch, gpu)
-    findings = run_checks(gpu, SMALL)  # type: ignore[arg-type]
-    assert set(levels(findings).values()) == {Level.OK}, findings
-    assert len(findings) == 3 * 2 + 1 + len(TRIALS) and set(TRIALS) <= set(levels(findings))
+    results = run_checks(gpu, SMALL)  # type: ignore[arg-type]
+    assert set(levels(results).values()) == {Level.OK}, results
+    assert len(results) == 3 * 2 + 1 + len(TRIALS) and set(TRIALS) <= set(levels(results))
 
 
 def test_kernels_on_other_sms_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def test_an_experiment_that_raises_is_an_error_and_the_others_run(monkeypatch: p
     def refuse(*arguments: Any) -> CheckResult:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    findings = run_checks(gpu, {**SMALL, "dropout": refuse})  # type: ignore[arg-type]
-    (bad,) = (finding for finding in findings if finding.level is Level.ERROR)
+    results = run_checks(gpu, {**SMALL, "dropout": refuse})  # type: ignore[arg-type]
+    (bad,) = (result for result in results if result.level is Level.ERROR)
     assert (bad.subject, bad.message) == ("dropout", "RuntimeError: operation not permitted when stream is capturing")
 
 
@@ -235,6 +235,6 @@ def test_a_device_of_two_atoms_has_fewer_splits(monkeypatch: pytest.MonkeyPatch)
     gpu.units = gpu.num_sms = 16
     gpu.atom_sizes = [8, 8]
     put_kernel(monkeypatch, gpu)
-    findings = run_checks(gpu, {})  # type: ignore[arg-type]
-    assert not any(subject.count("+") == 2 for subject in levels(findings))
-    assert "lanes 8 + 8, eager" in levels(findings)
+    results = run_checks(gpu, {})  # type: ignore[arg-type]
+    assert not any(subject.count("+") == 2 for subject in levels(results))
+    assert "lanes 8 + 8, eager" in levels(results)

@@ -20,7 +20,7 @@ from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.store.profiles import default_profile, load_profile
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
-from apollo_compile.target.findings import CheckResult, Level
+from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint
 from tests.device.gpu.fake_gpu import FakeGpu
 
@@ -33,9 +33,9 @@ WARNED = CheckResult(level=Level.WARNING, subject="lanes 64 + 68, eager", messag
 BAD = CheckResult(level=Level.ERROR, subject="dropout", message="equal masks", advice="x")
 
 
-def verdict(*findings: CheckResult) -> SelfCheck:
+def verdict(*results: CheckResult) -> SelfCheck:
     """Return what was found just now."""
-    return SelfCheck(made_at=time.time(), fingerprint=MINE, findings=findings)
+    return SelfCheck(made_at=time.time(), fingerprint=MINE, results=results)
 
 
 def running(code: str) -> tuple[str, ...]:
@@ -48,10 +48,10 @@ def answering(text: str, before: str = "") -> tuple[str, ...]:
     return running(f"import json, sys; text = {text!r}\n{before}\nopen(json.loads(sys.argv[1])[0], 'w').write(text)")
 
 
-@pytest.mark.parametrize("findings", [(FINE,), (FINE, BAD)])
-def test_the_answer_of_the_process_is_the_verdict(findings: tuple[CheckResult, ...]) -> None:
+@pytest.mark.parametrize("results", [(FINE,), (FINE, BAD)])
+def test_the_answer_of_the_process_is_the_verdict(results: tuple[CheckResult, ...]) -> None:
     """Well or not."""
-    made = verdict(*findings)
+    made = verdict(*results)
     assert check_apart(MINE, 0, command=answering(FORMAT.format(made))) == made
 
 
@@ -95,7 +95,7 @@ def test_the_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     made = check_apart(
         MINE, 0, command=answering(text, "import os; text = text.replace('NAMES', ' '.join(os.environ))")
     )
-    names = made.findings[0].message.split()
+    names = made.results[0].message.split()
     assert "CUDA_VISIBLE_DEVICES" in names and "PATH" in names
     assert not [name for name in names if "RANK" in name or name.startswith(("WORLD", "MASTER", "TORCHELASTIC"))]
 
@@ -181,7 +181,7 @@ TRY_AGAIN = "'apollo doctor --self-check' tries again"
 
 
 @pytest.mark.parametrize(
-    ("findings", "is_new", "level", "text", "advice"),
+    ("results", "is_new", "level", "text", "advice"),
     [
         ((FINE,), True, Level.OK, "lanes work: tried just now", ""),
         ((FINE, WARNED), False, Level.OK, "lanes work: tried on 2001-09-0", ""),
@@ -189,11 +189,11 @@ TRY_AGAIN = "'apollo doctor --self-check' tries again"
     ],
 )
 def test_doctor_shows_the_verdict_and_its_age(
-    findings: tuple[CheckResult, ...], is_new: bool, level: Level, text: str, advice: str
+    results: tuple[CheckResult, ...], is_new: bool, level: Level, text: str, advice: str
 ) -> None:
     """In front of what was found."""
-    kept = replace(verdict(*findings), made_at=1e9)
+    kept = replace(verdict(*results), made_at=1e9)
     head, *rest = describe(kept, is_new=is_new)
     assert (head.subject, head.level, head.advice) == ("self-check", level, advice)
     assert head.message.startswith(text)
-    assert [(each.subject, each.level) for each in rest] == [(each.subject, each.level) for each in findings]
+    assert [(each.subject, each.level) for each in rest] == [(each.subject, each.level) for each in results]

@@ -15,7 +15,7 @@ from apollo_compile.config import load_config
 from apollo_compile.device import open as device_open
 from apollo_compile.device.gpu.run.gpu import atoms_of
 from apollo_compile.errors import CudaError
-from apollo_compile.target.lanes import lane_catalogue, useful_lanes
+from apollo_compile.target.lanes import lane_catalogue, lanes_for_two
 
 
 def open_stub(stub: ctypes.CDLL, ordinal: int = 0) -> _native.CudaDevice:
@@ -69,7 +69,7 @@ def test_lanes_are_made_of_the_atoms_that_the_driver_grants(
     profile = device_open._gpu_profile(gpu, load_config({"device.profile": "h200"}))  # type: ignore[arg-type]
     first, *others = profile.lanes
     assert len(first.units) == 132
-    halves = useful_lanes(profile.lanes, 2)[1:]
+    halves = lanes_for_two(profile.lanes)[1:]
     for left, right in zip(halves[::2], halves[1::2], strict=True):
         assert left.units + right.units == first.units[: sum(device.atom_sizes)]
     for lane in others:

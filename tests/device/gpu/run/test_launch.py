@@ -14,7 +14,7 @@ from apollo_compile.ir.check import check_memory, check_program
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.target.lanes import lane_catalogue, useful_lanes
+from apollo_compile.target.lanes import lane_catalogue, lanes_for_two
 from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
 
@@ -201,7 +201,7 @@ def test_lanes_of_a_gpu_are_whole_atoms(atoms: list[int], units: int, sizes: lis
     lanes = lane_catalogue(units, atoms)
     for lane in lanes[1:]:
         assert sum(atoms[index] for index in atoms_of(lane, atoms)) == len(lane.units)
-    in_two = useful_lanes(lanes, 2)
+    in_two = lanes_for_two(lanes)
     assert [len(lane.units) for lane in in_two] == sizes
     for left, right in zip(in_two[1::2], in_two[2::2], strict=True):
         assert left.units + right.units == lanes[0].units[: sum(atoms)]

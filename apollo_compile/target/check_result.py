@@ -1,4 +1,4 @@
-"""Findings about a machine, with their severity."""
+"""Results of checks of a machine, with their severity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Level(enum.StrEnum):
-    """Severity of a finding."""
+    """Severity of a result."""
 
     OK = "ok"
     NOTE = "note"
