@@ -203,12 +203,21 @@ def random_plan(rng: random.Random, graph: ir.SegmentGraph, lanes: tuple[ir.Lane
     return plan(graph, letters, lanes=lanes, costs=costs, order=order)
 
 
-def follow(graph: ir.SegmentGraph, plan: ir.Plan) -> tuple[ir.SyncPlan, ir.MemoryPlan, ir.Program]:
-    """Return what follows from a plan, checked."""
+def random_planned(seed: int) -> tuple[ir.SegmentGraph, ir.Plan]:
+    """Return a random graph of up to 13 segments, and a random plan of it over random lanes."""
+    rng = random.Random(seed)
+    made, lanes = random_graph(rng, rng.randrange(1, 14)), random_lanes(rng)
+    return made, random_plan(rng, made, lanes, random_costs(rng, made, lanes))
+
+
+def follow(
+    graph: ir.SegmentGraph, plan: ir.Plan, *, owners_release: bool = False
+) -> tuple[ir.SyncPlan, ir.MemoryPlan, ir.Program]:
+    """Return what follows from a plan, checked; on a GPU, owners of buffers release them."""
     syncs = eliminate_syncs(graph, plan)
     check_syncs(syncs, graph, plan)
-    memory = plan_memory(graph, plan, syncs)
-    check_memory(memory, graph, plan, syncs)
+    memory = plan_memory(graph, plan, syncs, owners_release=owners_release)
+    check_memory(memory, graph, plan, syncs, owners_release=owners_release)
     program = emit_program(graph, plan, syncs, memory)
     check_program(program, graph, plan, syncs, memory)
     return syncs, memory, program

@@ -171,7 +171,6 @@ A_PLANNER = "choose one of 'cp_sat', 'greedy', 'serial'"
         # a value out of range
         ({"plan.time_limit_s": 0}, "option 'plan.time_limit_s' is 0; expected at least 0.01"),
         ({"plan": {"memory_quota": 0}}, "option 'plan.memory_quota' is 0; expected at least 1"),
-        ({"plan.min_gain": 2}, f"option 'plan.min_gain' is 2; {A_SHARE}"),
         ({"plan.min_gain": float("nan")}, f"option 'plan.min_gain' is nan; {A_SHARE}"),
         ({"partition.min_segment_share": -0.1}, f"option 'partition.min_segment_share' is -0.1; {A_SHARE}"),
         ({"plan.seed": -1}, "option 'plan.seed' is -1; expected between 0 and 2147483647"),
@@ -179,24 +178,16 @@ A_PLANNER = "choose one of 'cp_sat', 'greedy', 'serial'"
         # a wrong value; a bool is no number, and a number is no bool
         ({"plan.planner": "best"}, f"option 'plan.planner' has value 'best'; {A_PLANNER}"),
         ({"plan.planner": 1}, f"option 'plan.planner' has value 1; {A_PLANNER}"),
-        (
-            {"partition": {"granularity": 1}},
-            "option 'partition.granularity' has value 1; choose one of 'layer', 'module'",
-        ),
         ({"disable": 1}, "option 'disable' has value 1 of type int; expected bool"),
         ({"disable": "yes"}, "option 'disable' has value 'yes' of type str; expected bool"),
         ({"disable": None}, "option 'disable' has value None of type NoneType; expected bool"),
         ({"plan.seed": True}, "option 'plan.seed' has value True of type bool; expected int"),
-        ({"plan.seed": 1.0}, "option 'plan.seed' has value 1.0 of type float; expected int"),
         ({"plan.seed": "1"}, "option 'plan.seed' has value '1' of type str; expected int"),
         ({"plan.min_gain": True}, "option 'plan.min_gain' has value True of type bool; expected float"),
-        ({"plan.min_gain": "0.1"}, "option 'plan.min_gain' has value '0.1' of type str; expected float"),
-        ({"device.units": True}, "option 'device.units' has value True of type bool; expected int"),
         ({"device.units": 1.5}, "option 'device.units' has value 1.5 of type float; expected int"),
         ({"device.profile": 3}, "option 'device.profile' has value 3 of type int; expected Path"),
         ({"device.cuda_lanes": "auto"}, "option 'device.cuda_lanes' has value 'auto' of type str; expected bool"),
         ({"debug.dump": False}, "option 'debug.dump' has value False of type bool; expected Path"),
-        ({"debug.log": 10}, "option 'debug.log' has value 10 of type int; expected str"),
         ({"debug.log": Path("x")}, f"option 'debug.log' has value {Path('x')!r} of type PosixPath; expected str"),
     ],
 )
@@ -253,16 +244,11 @@ def test_a_plan_file_that_does_not_exist_is_an_error(
     ("name", "value", "expected"),
     [
         ("plan.min_gain", 1, 1.0),
-        ("plan.min_gain", 0.5, 0.5),
         ("device.units", None, None),
-        ("device.units", 2, 2),
         ("device.profile", "a/b", Path("a/b")),
         ("device.profile", Path("a/b"), Path("a/b")),
-        ("device.profile", None, None),
         ("debug.log", "INFO", "INFO"),
-        ("debug.log", None, None),
         ("debug.strict", True, True),
-        ("partition.granularity", "module", "module"),
     ],
 )
 def test_values_are_converted_where_nothing_is_lost(name: str, value: Any, expected: Any) -> None:

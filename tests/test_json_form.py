@@ -63,19 +63,6 @@ def test_a_wrong_value_is_named_by_its_place(value: Any, message: str) -> None:
         from_json(_Sample, value)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"pair": [1.5, "a"]}, r"^pair\[0\] is 1.5; expected a value of type int"),
-        ({"speed": 1}, r"^it has unknown fields \['speed'\]"),
-    ],
-)
-def test_in_a_whole_file_a_place_begins_with_the_field(value: Any, message: str) -> None:
-    """What the class is called is nothing to somebody who reads the file."""
-    with pytest.raises(ValueError, match=message):
-        from_json(_Sample, value, place="")
-
-
 @pytest.mark.parametrize("cls", [SegmentGraph, CostTable, Plan, Observation])
 def test_a_missing_field_is_named(cls: type) -> None:
     """Fields without a default must be there."""

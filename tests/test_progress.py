@@ -79,16 +79,6 @@ def test_a_line_comes_every_ten_seconds_and_tells_how_long_it_will_take(told: li
     ]
 
 
-def test_a_compile_that_is_over_in_time_says_nothing(told: list[str]) -> None:
-    """However many steps it has."""
-    clock = Clock()
-    with Progress("compiling", clock=clock) as progress:
-        for number in range(1, 10):
-            clock.now_s += PATIENCE_S / 10
-            progress.at("body", number, 9)
-    assert told == []
-
-
 @pytest.mark.parametrize("quiet", ["package", "file", "rank"])
 def test_it_can_be_switched_off(told: list[str], monkeypatch: pytest.MonkeyPatch, quiet: str) -> None:
     """By a level, and of several ranks on a machine one speaks."""

@@ -123,18 +123,6 @@ def test_the_winner_of_an_earlier_process_is_compiled_first(fails: bool, caplog:
         assert set(subject.used) == {INDUCTOR}
 
 
-def test_a_verdict_of_an_earlier_process_is_adopted() -> None:
-    """What lost there is compiled only after the times have changed."""
-    subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 12})
-    candidates = [subject.late(INDUCTOR, cost_s=0.0), Candidate(variant=SERIAL), Candidate(variant=PLAN)]
-    subject.tuner.adopt(earlier(PLAN, INDUCTOR, SERIAL), candidates)
-    subject.run(ENOUGH)
-    assert set(subject.used) == {PLAN} and subject.prepared == [] and subject.tuner.is_settled
-    subject.times[PLAN] = 15
-    subject.run(ENOUGH)
-    assert subject.verdicts[-1].winner == INDUCTOR and subject.used[-1] == INDUCTOR
-
-
 def test_where_sizes_change_nothing_is_watched() -> None:
     """Times of other sizes are no drift."""
     subject = Subject({SERIAL: 20, PLAN: 10}, is_watched=False)

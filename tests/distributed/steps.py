@@ -33,12 +33,12 @@ from tests.distributed.work import (
     PATIENCE,
     SIZE,
     WIDTH,
+    Reader,
     Result,
     Scenario,
     Towers,
     clip_loss,
     make_clip,
-    read,
     whole_state,
 )
 
@@ -51,15 +51,9 @@ SMALL = 0.05
 Batch = dict[str, torch.Tensor]
 
 
-class Chain(nn.Module):
-    """Layers of which each needs the one before, with running statistics in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+def make_chain() -> nn.Module:
+    """Return layers of which each needs the one before, with running statistics in between."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)))
 
 
 class Uneven(nn.Module):
@@ -80,11 +74,6 @@ def features_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (model(batch["x"]) - batch["y"]).square().mean()
 
 
-def clip_loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the contrastive loss."""
-    return clip_loss(model, batch)
-
-
 def features(rank: int, generator: torch.Generator) -> Batch:
     """Return a batch of vectors, of another mean on every rank."""
     return {name: torch.randn(16, WIDTH, generator=generator) + rank for name in ("x", "y")}
@@ -100,8 +89,8 @@ def pairs(rank: int, generator: torch.Generator) -> Batch:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..., Batch]]] = {
     "towers": (Towers, features_loss, features),
-    "chain": (Chain, features_loss, features),
-    "clip": (make_clip, clip_loss_of, pairs),
+    "chain": (make_chain, features_loss, features),
+    "clip": (make_clip, clip_loss, pairs),
     "uneven": (Uneven, features_loss, features),
 }
 """Model, loss function and batch, by name."""
@@ -139,14 +128,13 @@ def compare(
     with recorded() as sent:
         losses = [float(step(batch)) for batch in batches]
     expected = [train_by_loop(other, loss_fn, of_other, batch, count, norm) for batch in batches]
-    return {
-        "losses": losses,
-        "expected losses": expected,
-        "state": whole_state(getattr(model, "module", model)),
-        "expected state": whole_state(getattr(other, "module", other)),
-        "sent": sent,
-        **outcome(step),
-    }
+    return {"losses": losses, "expected losses": expected, "sent": sent, **both_states(model, other), **outcome(step)}
+
+
+def both_states(model: nn.Module, other: nn.Module) -> Result:
+    """Return what steps and the loop have trained, without the wrapper."""
+    state, expected = (whole_state(getattr(each, "module", each)) for each in (model, other))
+    return {"state": state, "expected state": expected}
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -204,14 +192,7 @@ def run_other_shapes(rank: int, folder: Path, wrap: Callable[[nn.Module], nn.Mod
         with torch.no_grad():
             losses.append(float(features_loss(model, batches[0])))
             expected.append(float(features_loss(other, batches[0])))
-    return {
-        "losses": losses,
-        "expected losses": expected,
-        "state": whole_state(model),
-        "expected state": whole_state(other),
-        "sent": sent,
-        **outcome(step),
-    }
+    return {"losses": losses, "expected losses": expected, "sent": sent, **both_states(model, other), **outcome(step)}
 
 
 def run_no_sync(rank: int, folder: Path) -> Result:
@@ -250,10 +231,11 @@ def run_failure(rank: int, folder: Path, *, is_sharded: bool) -> Result:
     """Rank 1 gets a damaged batch in a step that is a program, which raises before the first mean."""
     group = dist.new_group(timeout=PATIENCE)
     torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(Reader(), nn.Linear(WIDTH, WIDTH))
     if is_sharded:
-        model: nn.Module = fully_shard(Checked(), mesh=DeviceMesh.from_group(group, "cpu"))
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     else:
-        model = DistributedDataParallel(Checked(), process_group=group)
+        model = DistributedDataParallel(model, process_group=group)
     step = compile_step(model, features_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = features(rank, torch.Generator().manual_seed(rank))
     for _ in range(3):
@@ -279,17 +261,6 @@ def own_state(model: nn.Module) -> dict[str, torch.Tensor]:
         name: (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
         for name, each in model.state_dict().items()
     }
-
-
-class Checked(nn.Module):
-    """A layer behind an operator that fails where its input is damaged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(read(x))
 
 
 def run_sharded_gradients(rank: int, folder: Path) -> Result:
@@ -332,7 +303,7 @@ def run_refused(rank: int, folder: Path) -> Result:
 def run_explained(rank: int, folder: Path) -> Result:
     """Rank 0 alone asks for the plan of a step that both take then."""
     torch.manual_seed(0)
-    model = wrap_ddp(Chain())
+    model = wrap_ddp(make_chain())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before, batch = own_state(model), features(rank, torch.Generator().manual_seed(rank))
     found: Result = {}
@@ -342,7 +313,7 @@ def run_explained(rank: int, folder: Path) -> Result:
             report = apollo_compile.explain_step(model, features_loss, batch, optimizer, options=options)
         found = {"planned": [each.name for each in report.graphs[0].segments], "sent": sent}
     try:
-        apollo_compile.explain_step(fully_shard(Chain()), features_loss, batch)
+        apollo_compile.explain_step(fully_shard(make_chain()), features_loss, batch)
     except TargetError as error:
         found["refused"] = str(error)
     step = compile_step(model, features_loss, optimizer)

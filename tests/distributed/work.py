@@ -127,14 +127,10 @@ class Pair(nn.Module):
 
 
 class Reader(nn.Module):
-    """A pair behind an operator that fails where its input is damaged."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.pair = Pair(group)
+    """Fails where its input is damaged, in an operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.pair(read(x))
+        return read(x)
 
 
 @torch.library.custom_op("apollo_tests::read", mutates_args=())
@@ -345,7 +341,7 @@ def run_damaged_batch(rank: int, folder: Path) -> Result:
     """Rank 1 gets a damaged batch, which raises before the first collective of its graph; rank 0 waits in that."""
     group = dist.new_group(timeout=PATIENCE)
     torch.manual_seed(0)
-    model, other = Reader(group), Pair(dist.group.WORLD)
+    model, other = nn.Sequential(Reader(), Pair(group)), Pair(dist.group.WORLD)
     options = {**LANES, "runtime.bodies": "eager"}
     run, run_other = (torch.compile(each, backend="apollo", options=options) for each in (model, other))
     x, error = inputs(rank), None

@@ -146,12 +146,6 @@ def _run_torchrun(arguments: list[str], folder: Path) -> str:
     return printed
 
 
-def test_pages_have_code_that_is_looked_for() -> None:
-    """Else the test above would pass on nothing."""
-    languages = [block.language for page in PAGES for block in blocks_of(page)]
-    assert languages.count("python") > 10 and languages.count("console") > 5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_code_of_the_readme_runs(layers: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +203,10 @@ def test_options_variables_and_flags_that_pages_name_exist(page: Path, capsys: p
             assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out)), f"apollo {command} {given}"
 
 
-def test_a_name_that_does_not_exist_is_found() -> None:
-    """Else the test above would pass on nothing."""
+def test_what_is_looked_for_in_pages_is_found() -> None:
+    """Blocks of code, and names that do not exist; else the tests of these would pass on nothing."""
+    languages = [block.language for page in PAGES for block in blocks_of(page)]
+    assert languages.count("python") > 10 and languages.count("console") > 5
     named = '`plan.planer`, `options={"plan.compile_share": 0}` and `--option runtime.body=x`'
     assert re.findall(OPTION, named) == ["plan.planer"]
     named_on_pages = [name for page in PAGES for name in re.findall(OPTION, page.read_text())]
@@ -246,7 +242,7 @@ def test_documented_commands_run() -> None:
     tested = {command.split()[0] for command in COMMANDS + LONG}
     tested.add("demo")  # tests/benchmarks/test_demo.py
     documented = {line.split()[2] for page in PAGES for block in blocks_of(page) for line in _console_lines(block)}
-    documented.add("calibrate")  # test_calibrate.py runs it: its exit code depends on neighbours
+    documented.add("calibrate")  # test_cli.py runs it: its exit code depends on neighbours
     for line in lines:
         program, *arguments = shlex.split(line)
         if program == "apollo":

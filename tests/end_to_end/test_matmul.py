@@ -11,7 +11,6 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from apollo_compile.device.cpu import matmul_libraries
 from apollo_compile.device.cpu import target as cpu_target
 from apollo_compile.device.cpu.matmul_libraries import Libraries
-from apollo_compile.distributed.ranks import Ranks, RankStore
+from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.session import backend, registry
 from apollo_compile.target.matmul import Matmul
 from apollo_compile.torch_bridge.bodies import compile_bodies
@@ -77,21 +76,16 @@ def count_products(capfd: pytest.CaptureFixture[str], run: Callable[[], Any]) ->
     return sum("exec" in line and ("inner_product" in line or "matmul" in line) for line in lines)
 
 
-@pytest.mark.parametrize("bodies", ["native", "python"])
-def test_oneDNN_computes_all_products_of_a_step_and_gradients_are_those_of_eager(  # noqa: N802
-    options: dict[str, Any], bodies: str, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("bodies", "mode", "count"), [("native", "train", 12), ("python", "train", 12), ("native", "inference", 4)]
+)
+def test_oneDNN_computes_all_products_and_gradients_are_those_of_eager(  # noqa: N802
+    bodies: str, mode: str, count: int, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Four forward, and for each of them one by its input and one by its weight."""
+    """Four forward, where an activation may be next to its product, and of each one by its input and by its weight."""
     got: list[torch.Tensor] = []
-    assert count_products(capfd, lambda: got.extend(train({**options, "runtime.bodies": bodies}))) == 12
-    torch.testing.assert_close(got, train(None))
-
-
-def test_inference_too(options: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
-    """Without gradients, an activation may be next to its product."""
-    got: list[torch.Tensor] = []
-    assert count_products(capfd, lambda: got.extend(train(options, "inference"))) == 4
-    torch.testing.assert_close(got, train(None, "inference"))
+    assert count_products(capfd, lambda: got.extend(train({**options, "runtime.bodies": bodies}, mode))) == count
+    torch.testing.assert_close(got, train(None, mode))
 
 
 @pytest.mark.parametrize("forbid", ["option", "deterministic"])
@@ -232,20 +226,12 @@ def test_products_are_measured_on_as_many_cores_as_the_plan_gives_them(
     assert measured == planned and 1 in planned
 
 
-class Meddler:
-    """A store in which somebody has written something else."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        version = desired.partition("\n")[0]
-        return (f"{version}\n{{" if "products" in key else desired).encode()
-
-
 def test_ranks_give_the_same_products_to_onednn(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever each of them measured; both are in this process. What is no list of names stops the rank."""
+    """Whatever each of them measured; both are in this process. `session/test_planning.py` has what stops a rank."""
 
-    def train_as_rank(store: RankStore, gain: float) -> int:
+    def train_as_rank(store: dist.Store, gain: float) -> int:
         ranks = Ranks(store)
         monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
         monkeypatch.setattr(matmul_libraries, "_measure_gain", lambda product, cores: gain)
@@ -255,5 +241,3 @@ def test_ranks_give_the_same_products_to_onednn(
     for first, second in ((2.0, 0.5), (0.5, 2.0)):
         store = dist.HashStore()
         assert [train_as_rank(store, gain) for gain in (first, second)] == [12 if first > 1 else 0] * 2
-    with pytest.raises(BackendCompilerFailed, match="the products for oneDNN that ranks agreed on cannot be read"):
-        train_as_rank(Meddler(), 2.0)

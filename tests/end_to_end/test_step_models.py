@@ -18,7 +18,7 @@ from apollo_compile.step import Step, compile_step
 from benchmarks.harness.growth import find_growth, watch
 from benchmarks.harness.whole_steps import draw_class_tokens
 from benchmarks.workloads import build
-from tests.end_to_end.twins import EAGER, Batch, run_loop
+from tests.end_to_end.twins import EAGER, Batch, ran_as_program, run_loop, state_of
 from tests.races import find_races, without_each_wait
 
 pytestmark = pytest.mark.slow
@@ -96,11 +96,6 @@ def take_loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, optimizer: 
     return run_loop(model, loss_fn, split(batch, 0), optimizer)
 
 
-def clone(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a copy that later steps leave alone."""
-    return {name: value.clone() for name, value in state.items()}
-
-
 def in_float64(batch: Batch) -> Batch:
     """Return the batch for a model in float64."""
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
@@ -126,7 +121,7 @@ def assert_as_accurate(
 
 def ran_as_programs(step: Step, count: int) -> bool:
     """Whether so many programs were linked, and nothing else than they runs."""
-    return len(step.verdicts) == count and all("loop" not in verdict for verdict in step.verdicts)
+    return len(step.verdicts) == count and ran_as_program(step)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -136,7 +131,7 @@ def test_steps_of_real_models_are_those_of_the_loop(name: str, kind: str) -> Non
     models = (subject.model, copy.deepcopy(subject.model), copy.deepcopy(subject.model).double())
     own, others, exact = optimizers = [MAKERS[kind](model.parameters()) for model in models]
     step = subject.compile(own)
-    first, begin = clone(subject.model.state_dict()), copy.deepcopy(own.state_dict())
+    first, begin = state_of(subject.model), copy.deepcopy(own.state_dict())
     for count in COUNTS:
         for model, optimizer in zip(models, optimizers, strict=True):
             model.load_state_dict(first)

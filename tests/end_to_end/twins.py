@@ -125,7 +125,8 @@ class Twins:
         count: micro-batches in a step.
         split: returns so many micro-batches of a batch.
         expected: the equal model, where a copy would not do.
-        tolerance: of all comparisons, relative and absolute.
+        tolerance: of all comparisons but those of gradients, relative and absolute.
+        of_gradients: tolerance of gradients.
         settings: of `compile_step`.
     """
 
@@ -140,6 +141,7 @@ class Twins:
         expected: nn.Module | None = None,
         options: Mapping[str, Any] = EAGER,
         tolerance: tuple[float, float] = (1e-4, 1e-5),
+        of_gradients: tuple[float, float] = (1e-3, 1e-5),
         **settings: Any,
     ) -> None:
         torch._dynamo.reset()
@@ -153,7 +155,9 @@ class Twins:
         )
         self._loss_fn, self._split, self._count = loss_fn, split, count
         self._clip = settings.get("clip_grad_norm")
-        self._close = partial(torch.testing.assert_close, rtol=tolerance[0], atol=tolerance[1])
+        self._close, self._close_gradient = (
+            partial(torch.testing.assert_close, rtol=rtol, atol=atol) for rtol, atol in (tolerance, of_gradients)
+        )
 
     def take(self, batch: Any, other: Any = None, *, keeps_gradients: bool = False) -> torch.Tensor:
         """Take a step of both, and compare losses, gradients, parameters and buffers; `other` is the loop's batch."""
@@ -165,7 +169,7 @@ class Twins:
         loss: torch.Tensor = self.step(batch)
         self._close(loss, wanted.to(loss.dtype))
         for mine, theirs in zip(self.model.parameters(), self.expected.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+            self._close_gradient(mine.grad, theirs.grad)
         self._close(self.model.state_dict(), self.expected.state_dict())
         return loss
 

@@ -89,13 +89,8 @@ def test_parallel_torch_code_around_and_inside_runs_is_unharmed(park_team: bool)
     cores = _native.available_cores()
     lanes = _native.Lanes([[], [cores[0]], [cores[-1]]], park_team=park_team)
 
-    def double(tensors: Tensors) -> Tensors:
-        return [tensors[0] * 2]
-
-    def add(tensors: Tensors) -> Tensors:
-        return [tensors[0] + tensors[1]]
-
-    run = Runner(lanes, JOIN, [double, double, add], outputs=[3])
+    bodies = [*2 * [lambda tensors: [tensors[0] * 2]], lambda tensors: [tensors[0] + tensors[1]]]
+    run = Runner(lanes, JOIN, bodies, outputs=[3])
     for step in range(50):
         (result,) = run(torch.full((100_000,), float(step)) + 1)
         assert torch.equal(result, torch.full((100_000,), 4.0 * step + 4))

@@ -78,14 +78,6 @@ def test_every_operator_that_declares_a_write_writes_to_just_that() -> None:
         assert written == expected, schema
 
 
-def test_a_list_of_tensors_is_written_to_as_a_whole() -> None:
-    """And what is only read is not."""
-    x, y, z = _inputs(3)
-    assert written_by(_call(aten._foreach_add_.List, [x, y], [z, z])) == (x, y)
-    assert written_by(_call(aten.add.out, x, y, out=z)) == (z,)
-    assert written_by(_call(aten.add.Tensor, x, y)) == ()
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no operators of FSDP")
 def test_what_fsdp_gathers_into_is_written_to() -> None:
     """Though one of the operators does not say so, and another one has it behind what it reads."""

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from apollo_compile.ir import MemoryPlan
-from tests.builders import follow, random_costs, random_graph, random_lanes, random_plan
+from tests.builders import follow, random_planned
 from tests.passes.test_sync import pairs, reachable
 
 
@@ -17,10 +15,7 @@ def holds(memory: MemoryPlan) -> dict[int, int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_hold_is_the_first_segment_ordered_after_all_users(seed: int) -> None:
     """Against the transitive closure; no earlier segment qualifies."""
-    rng = random.Random(seed)
-    made = random_graph(rng, rng.randrange(1, 12))
-    lanes = random_lanes(rng)
-    planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
+    made, planned = random_planned(seed)
     syncs, memory, _ = follow(made, planned)
     before = reachable(made, planned, pairs(syncs.waits))
     order = [assignment.segment for assignment in planned.in_start_order()]
@@ -37,10 +32,7 @@ def test_the_hold_is_the_first_segment_ordered_after_all_users(seed: int) -> Non
 @pytest.mark.parametrize("seed", range(20))
 def test_the_peak_is_the_largest_sum_of_living_buffers(seed: int) -> None:
     """Counted at every start of a segment, where alone it can be."""
-    rng = random.Random(seed)
-    made = random_graph(rng, rng.randrange(1, 12))
-    lanes = random_lanes(rng)
-    planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
+    made, planned = random_planned(seed)
     _, memory, _ = follow(made, planned)
     ends = {hold.buffer: planned.assignments[hold.segment].end_ns for hold in memory.holds}
 
@@ -55,4 +47,4 @@ def test_the_peak_is_the_largest_sum_of_living_buffers(seed: int) -> None:
 
     times = [assignment.start_ns for assignment in planned.assignments]
     assert memory.peak_bytes == max(alive(time, None) for time in times)
-    assert memory.peak_bytes_by_lane == tuple(max(alive(time, lane.id) for time in times) for lane in lanes)
+    assert memory.peak_bytes_by_lane == tuple(max(alive(time, lane.id) for time in times) for lane in planned.lanes)

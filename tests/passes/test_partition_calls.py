@@ -113,10 +113,13 @@ def test_bodies_of_cameras_replay_bit_for_bit(kind: str, norm: str, num_cameras:
 
 @pytest.mark.parametrize(("kind", "norm", "num_cameras"), CASES)
 @pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD))
-def test_calls_of_a_backbone_are_independent_from_the_stem_on(
+def test_calls_of_a_backbone_are_independent_but_for_one_segment_in_front_and_one_behind(
     kind: str, norm: str, num_cameras: int, role: Role
 ) -> None:
-    """Segments with convolutions fall into as many parts as there are cameras, without a path between the parts."""
+    """Segments with convolutions fall into as many parts as there are cameras, without a path between the parts.
+
+    Scales of frozen norms and running statistics of live ones are no segments of their own.
+    """
     recorded = graphs_of(kind, norm, num_cameras)[role]
     partition = partition_graph(recorded.captured, config=LAYER)
     before, own = closure(partition.graph), main_segments(partition, recorded)
@@ -125,18 +128,7 @@ def test_calls_of_a_backbone_are_independent_from_the_stem_on(
         joined = [part for part in parts if part & before[segment.id]]
         parts = [part for part in parts if part not in joined] + [{segment.id}.union(*joined)]
     assert len(parts) == num_cameras, [[partition.graph.segments[s].name for s in part] for part in parts]
-
-
-@pytest.mark.parametrize(("kind", "norm", "num_cameras"), CASES)
-@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD))
-def test_what_calls_share_is_one_segment_in_front_and_one_behind(
-    kind: str, norm: str, num_cameras: int, role: Role
-) -> None:
-    """Scales of frozen norms and running statistics of live ones are no segments of their own."""
-    recorded = graphs_of(kind, norm, num_cameras)[role]
-    partition = partition_graph(recorded.captured, config=LAYER)
-    graph, own = partition.graph, main_segments(partition, recorded)
-    names = [segment.name for segment in graph.segments]
+    names = [segment.name for segment in partition.graph.segments]
     assert names.count("~first") <= 1 and names.count("~last") <= 1
     if num_cameras > 1 and kind != "separate":
         where = {
@@ -145,7 +137,7 @@ def test_what_calls_share_is_one_segment_in_front_and_one_behind(
             ("live", Role.FORWARD): "~last",
         }
         assert where.get((norm, role), names[0]) in names
-    others = [segment for segment in graph.segments if segment not in own]
+    others = [segment for segment in partition.graph.segments if segment not in own]
     assert len(others) <= 2 + 2 + sum(name.partition("#")[0].endswith(":update") for name in names), names
 
 

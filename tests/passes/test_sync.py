@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from apollo_compile.ir import Dependency, Plan, SegmentGraph
 from apollo_compile.ir.check import check_syncs
 from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import random_costs, random_graph, random_lanes, random_plan
+from tests.builders import random_planned
 
 
 def pairs(dependencies: tuple[Dependency, ...]) -> list[tuple[int, int]]:
@@ -35,10 +34,8 @@ def reachable(made: SegmentGraph, planned: Plan, waits: list[tuple[int, int]]) -
 @pytest.mark.parametrize("seed", range(60))
 def test_every_dependency_is_reachable_and_not_without_any_wait(seed: int, quota: int | None) -> None:
     """Against the transitive closure, on random plans; with a memory quota, what has ended before must have ended."""
-    rng = random.Random(seed)
-    made = random_graph(rng, rng.randrange(1, 12))
-    lanes = random_lanes(rng)
-    planned = replace(random_plan(rng, made, lanes, random_costs(rng, made, lanes)), memory_quota=quota)
+    made, planned = random_planned(seed)
+    planned, lanes = replace(planned, memory_quota=quota), planned.lanes
     syncs = eliminate_syncs(made, planned)
     check_syncs(syncs, made, planned)
     waits = pairs(syncs.waits)

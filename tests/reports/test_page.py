@@ -17,30 +17,15 @@ from apollo_compile.reports.glossary import GLOSSARY
 from apollo_compile.reports.render_html import NODE_HEIGHT, NODE_WIDTH, make_ticks, place_modules, time_scale
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
-from apollo_compile.reports.values import Stage, State
 from benchmarks.graphs import WORKLOADS
 from tests.builders import random_graph
-from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, report_of, workload_report
+from tests.reports.reports import STATE, a_break, compile_graph, full_report, invent_run, report_of, workload_report
 from tests.reports.test_summary import RUN, compilation
 
 VOID = {"meta", "link", "br", "wbr", "img", "input"}
 MAX_PAGE_BYTES = 1_000_000
 PATIENCE_MS = 300_000
 """After which a browser hangs; on a busy machine it takes a minute to start."""
-
-
-def full_report(workload: str = "clip") -> Report:
-    """Return a report with everything that a report can have."""
-    return replace(
-        workload_report(workload),
-        fallbacks=(("1/0 forward", "x is on device cuda:0 <script>alert(1)</script>"),),
-        verdicts=(("0/0", VERDICT),),
-        breaks=(a_break(),),
-        states=(STATE,),
-    )
-
-
-STATE = State(graph="0/0", stage=Stage.MEASURING, detail="round 3 of at least 5")
 
 
 class Page(HTMLParser):

@@ -306,13 +306,6 @@ def test_inductors_whole_graph_is_compiled_once_that_is_a_small_share_of_trainin
     assert loop.ran[-3:] == 3 * [INDUCTOR] and loop.default.gpu.log.count(("replay",)) >= before + 5
 
 
-def test_segments_in_turn_stay_where_lanes_gain_nothing() -> None:
-    """They are one CUDA graph on one stream."""
-    loop = Loop()
-    loop.settle({**LEVEL, PLAN: 11 * S})
-    assert ": 1.10x as fast as plan (segments in turn)" in loop.default.state and loop.ran[-1] == SERIAL
-
-
 def test_the_next_process_begins_with_the_winner() -> None:
     """It compares nothing and times nothing, unless the user does not want it."""
     Loop().settle(PLAN_WINS)

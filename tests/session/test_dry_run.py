@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -56,31 +54,17 @@ class Scaled(nn.Linear):
         return y * y.sum().item()
 
 
-@torch.compiler.disable
-def draw() -> float:
-    """Change the random states that are not torch's."""
-    return random.random() + float(np.random.rand())
-
-
-class Drawing(Busy):
-    """Busy, and random in Python too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + draw()
-
-
 def test_nothing_of_a_model_changes() -> None:
-    """Parameters, gradients, buffers, attributes, mode, inputs, random states; and later compiles see static shapes."""
-    model, x = Drawing(), torch.randn(4, 8)
+    """Parameters, gradients, buffers, attributes, mode, inputs, random state; and later compiles see static shapes."""
+    model, x = Busy(), torch.randn(4, 8)
     model.linear.weight.grad = torch.ones(8, 8)
     state = copy.deepcopy(model.state_dict())
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    before = torch.get_rng_state()
     versions = [parameter._version for parameter in model.parameters()]
     kept = x.clone()
     report = explain(model, (x,), options=GREEDY)
     explain(model, (torch.randn(3, 8, generator=torch.Generator()),), options=GREEDY)
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert [parameter._version for parameter in model.parameters()] == versions
     assert torch.equal(model.linear.weight.grad, torch.ones(8, 8)) and model.linear.bias.grad is None
@@ -209,10 +193,6 @@ def test_what_cannot_be_planned_is_one_error() -> None:
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.raises(TargetError, match=r"cannot copy the inputs(.|\n)*call detach\(\)"):
         explain(nn.Linear(2, 2), (x * 2,))
-    model = nn.Linear(2, 2)
-    model.lock = (item for item in ())  # type: ignore[assignment]
-    with pytest.raises(TargetError, match="cannot copy the model, a Linear, to plan it"):
-        explain(model, (x,))
     with pytest.raises(TargetError, match="Dynamo found nothing to compile"):
         explain(lambda: 3)
     with pytest.raises(TargetError, match="cannot plan a str: expected a module"):

@@ -136,17 +136,12 @@ def test_content_ages(tmp_path: Path, age_s: float, state: FileState) -> None:
     assert Store(tmp_path, NOTES).read("a").state is FileState.CURRENT
 
 
-def make_loop(path: Path) -> None:
-    """Let a link lead to itself."""
-    path.symlink_to(path)
-
-
 @pytest.mark.parametrize(
     ("spoil", "state", "is_writable"),
     [
         pytest.param(lambda path: None, FileState.MISSING, True, id="not there"),
         pytest.param(lambda path: path.write_text(""), FileState.MISSING, False, id="a file"),
-        pytest.param(make_loop, FileState.DAMAGED, False, id="a loop of links"),
+        pytest.param(lambda path: path.symlink_to(path), FileState.DAMAGED, False, id="a loop of links"),
         pytest.param(
             lambda path: (path / "a.json").mkdir(parents=True), FileState.DAMAGED, False, id="a folder inside"
         ),

@@ -32,14 +32,6 @@ def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
     assert load_plan(tmp_path, made, lanes) == plan
 
 
-def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
-    """Two searches, two files."""
-    for name in ("a", "b"):
-        made, _, _, plan = _two_chains()
-        save_plan(plan, made, tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_pinned_plan_keeps_lanes_and_order_and_takes_todays_times(seed: int) -> None:
     """Also where it is slower than the serial plan."""

@@ -35,6 +35,9 @@ def tilings(lanes: Sequence[Lane], num_lanes: int) -> list[tuple[Lane, ...]]:
         (132, H200, [132, 64, 68, 96, 36, 48, 40, 44, 32, 32, 32]),
         (132, H200[:-1], [132, 56, 56, 80, 32, 40, 32, 40, 24, 32, 24]),
         (12, (1, 1, 1, 9), [12, 3, 9]),
+        (20, (8, 12), [20, 8, 12]),
+        (7, (7,), [7]),
+        (7, (), [7]),
     ],
 )
 def test_the_catalogue_has_all_units_then_halves_quarters_and_thirds(
@@ -73,7 +76,14 @@ def test_two_branches_need_the_splits_in_two_only(atoms: tuple[int, ...]) -> Non
     assert len(pairs) == (4 if len(atoms) > 2 else 2)
 
 
-def test_a_device_without_units_is_refused() -> None:
-    """The message says where to look."""
-    with pytest.raises(ValueError, match="check the device profile"):
-        lane_catalogue(0)
+@pytest.mark.parametrize(
+    ("units", "atoms", "message"),
+    [
+        (0, None, "check the device profile"),
+        (20, [8, 8, 8], r"a device of 20 units cannot have atoms of \[8, 8, 8\] units"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(units: int, atoms: Sequence[int] | None, message: str) -> None:
+    """Without units, or with more atoms than fit: a profile that was written by hand."""
+    with pytest.raises(ValueError, match=message):
+        lane_catalogue(units, atoms)

@@ -15,6 +15,7 @@ from apollo_compile.torch_bridge.cuda_private import (
     retains_graph,
     units_left_out,
 )
+from tests.builders import in_threads
 
 
 def left_out() -> int | None:
@@ -49,11 +50,7 @@ def test_threads_with_different_quotas_do_not_mix_them() -> None:
                 if left_out() != count:
                     wrong.append((count, left_out()))
 
-    threads = [threading.Thread(target=work, args=(count,)) for count in (8, 16, 24, 32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda number: work(8 * (number + 1)), 4)
     assert wrong == [] and left_out() is None
 
 

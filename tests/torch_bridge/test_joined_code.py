@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.cpp_builder import CppBuilder
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge import joined_code
-from apollo_compile.torch_bridge.bodies import compile_bodies
+from tests.end_to_end.test_native_bodies import compile_each
 
-Function = Callable[[torch.Tensor], torch.Tensor]
+Function = Callable[[torch.Tensor], tuple[torch.Tensor]]
 
 
 @pytest.fixture
@@ -27,10 +25,10 @@ def functions() -> Sequence[Function]:
     """Return functions that no cache knows; kernels of the first two have one name."""
     number = random.random()
     return [
-        lambda x: x.sin() + number,
-        lambda x: x.sin() + (number + 1),
-        lambda x: (x.cos() + number).sum(-1),
-        lambda x: (x @ x + number).relu(),
+        lambda x: (x.sin() + number,),
+        lambda x: (x.sin() + (number + 1),),
+        lambda x: ((x.cos() + number).sum(-1),),
+        lambda x: ((x @ x + number).relu(),),
     ]
 
 
@@ -50,20 +48,12 @@ def compiled_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         yield files
 
 
-def make_tuple(function: Function, x: torch.Tensor) -> tuple[torch.Tensor]:
-    """Return what a graph returns."""
-    return (function(x),)
-
-
 def compile_all(functions: Sequence[Function]) -> Sequence[CompiledBody]:
     """Compile native bodies, and compare what they return with eager."""
     x = torch.randn(8, 8)
-    graphs = [make_fx(partial(make_tuple, each), tracing_mode="fake")(x) for each in functions]
-    pieces = [("test", each, [node.meta["val"] for node in each.graph.find_nodes(op="placeholder")]) for each in graphs]
-    with torch.no_grad():
-        bodies = compile_bodies(pieces, native=True, is_inference=True, is_backward=False, graph_id=0)
+    bodies = compile_each(*functions, of=x)
     for body, function in zip(bodies, functions, strict=True):
-        torch.testing.assert_close(body.function([x])[0], function(x))
+        torch.testing.assert_close(tuple(body.function([x])), function(x))
     return bodies
 
 

@@ -137,6 +137,7 @@ def test_a_damaged_file_is_one_warning(
     assert profile.source == "scaled" and measured
 
 
+@pytest.mark.parametrize("source", ["measured", "scaled"])
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
@@ -144,55 +145,38 @@ def test_a_damaged_file_is_one_warning(
         ("device", "another", "device 'another' is now"),
         ("cores", 10_000, "cores 10000 is now"),
         ("driver", "570.1", "driver '570.1' is now None"),
+        ("method", None, "libraries that bodies use"),
     ],
 )
-def test_a_stale_profile_is_one_warning_that_says_what_changed(
-    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, field: str, value: object, says: str
+def test_a_stale_profile_is_one_warning_if_the_user_made_it_else_taken_anew(
+    *,
+    tmp_path: Path,
+    measured: list[str],
+    caplog: pytest.LogCaptureFixture,
+    field: str,
+    value: object,
+    says: str,
+    source: Literal["measured", "scaled"],
 ) -> None:
-    """It stays on disk until the user calibrates again: it took minutes to make."""
-    path = cached_profile_path(tmp_path, 2)
-    old = replace(machine_fingerprint(2), **{field: value})
-    save_profile(replace(CPU, units=2), path, fingerprint=old)
-    before = path.read_text()
-    profile = discover_profile(2, cache_dir=tmp_path)
-    (record,) = caplog.records
-    assert says in record.getMessage() and "apollo calibrate" in record.getMessage()
-    assert (profile.source, path.read_text()) == ("scaled", before)
-
-
-@pytest.mark.parametrize("field", ["torch", "device", "cores"])
-def test_a_stale_quick_measurement_is_taken_anew_without_a_word(
-    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, field: str
-) -> None:
-    """The user has not made it, and what is known by it would be lost in every process."""
-    path = cached_profile_path(tmp_path, 2)
-    old = replace(machine_fingerprint(2), **{field: 7 if field == "cores" else "another"})
-    save_profile(replace(CPU, units=2, source="scaled"), path, fingerprint=old)
-    profile = discover_profile(2, cache_dir=tmp_path)
-    assert not caplog.records and measured
-    assert inspect_profile(path, machine_fingerprint(2)).content == profile
-
-
-@pytest.mark.parametrize("source", ["measured", "scaled"])
-def test_a_profile_that_timed_other_libraries_is_outdated(
-    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, source: Literal["measured", "scaled"]
-) -> None:
-    """Files of earlier versions do not say how they were measured: a warning if the user made it, else a new one."""
-    path = cached_profile_path(tmp_path, 2)
-    old = replace(CPU, units=2, source=source)
-    save_profile(old, path, fingerprint=machine_fingerprint(2))
-    content = json.loads(path.read_text())
-    assert content.pop("method") > 1
-    path.write_text(json.dumps(content))
-    assert load_profile(path) == old  # a user may still name it
+    """A calibration took minutes and stays on disk; files of earlier versions do not say how they were measured."""
+    path, old, fingerprint = (
+        cached_profile_path(tmp_path, 2),
+        replace(CPU, units=2, source=source),
+        machine_fingerprint(2),
+    )
+    save_profile(old, path, fingerprint=fingerprint if value is None else replace(fingerprint, **{field: value}))
+    if value is None:
+        content = json.loads(path.read_text())
+        assert content.pop(field) > 1
+        path.write_text(json.dumps(content))
     profile = discover_profile(2, cache_dir=tmp_path)
     told = [record.getMessage() for record in caplog.records]
     assert profile.source == "scaled" and profile != old and measured
     if source == "scaled":
-        assert not told and inspect_profile(path, machine_fingerprint(2)).content == profile
+        assert not told and inspect_profile(path, fingerprint).content == profile
     else:
-        assert "stale" in told[0] and "libraries that bodies use" in told[0] and "apollo calibrate" in told[0]
-        assert load_profile(path) == old and len(told) == 1
+        assert len(told) == 1 and all(each in told[0] for each in ("stale", says, "apollo calibrate"))
+        assert load_profile(path) == old, "a user may still name it"
 
 
 @pytest.mark.parametrize(("folder", "says"), [("long" * 100, "too long"), ("file/cache", "")])

@@ -8,13 +8,10 @@ import torch
 
 from apollo_compile.device.cpu.execute import Executable
 from apollo_compile.ir import LaneId
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import plan_in_order
-from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.target.lanes import lane_catalogue, with_network
 from apollo_compile.target.target import CompiledBody
-from tests.builders import graph
+from tests.builders import follow, graph
 
 
 def test_a_lane_without_units_waits_beside_the_callers_lane() -> None:
@@ -30,9 +27,7 @@ def test_a_lane_without_units_waits_beside_the_callers_lane() -> None:
         has_computed.set()
         return [2 * inputs[0]]
 
-    plan = plan_in_order([LaneId(1), LaneId(0)], lanes)
-    syncs = eliminate_syncs(made, plan)
-    program = emit_program(made, plan, syncs, plan_memory(made, plan, syncs, owners_release=False))
+    *_, program = follow(made, plan_in_order([LaneId(1), LaneId(0)], lanes))
     bodies = [CompiledBody(function=function) for function in (communicate, compute)]
     executable = Executable(program, made, bodies, mutates=False, park_team=True)
     outputs = executable.run([torch.tensor(10.0)])

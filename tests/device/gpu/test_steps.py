@@ -17,13 +17,14 @@ from apollo_compile.config import Config
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import Variant
-from apollo_compile.step import Step, compile_step
+from apollo_compile.step import compile_step
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.builders import most_at_once
 from tests.device.gpu.fake_gpu import FakeGpu
+from tests.end_to_end.twins import Twins
 from tests.session.test_captured import Branches, BusyGpu, interpret_plainly
 
 PROGRAM = {
@@ -108,46 +109,24 @@ class Pair:
         loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_fn,
         **options: Any,
     ) -> None:
-        torch.manual_seed(0)
-        gpu.hidden = self._hidden
-        self._loss = loss
-        self.eager = Branches().double()
-        self.model = copy.deepcopy(self.eager)
-        make = optimize or (lambda parameters: None)
-        self.optimizers = [make(each.parameters()) for each in (self.eager, self.model)]
-        self._clip, self._count, self._seed = clip, microbatches, 0
-        self.run: Step = compile_step(
-            self.model,
+        self._twins = Twins(
+            lambda: Branches().double(),
             loss,
-            self.optimizers[1],
-            microbatches=microbatches,
-            clip_grad_norm=clip,
-            keep_gradients=True,
+            optimize,
+            count=microbatches,
             options={**PROGRAM, **options},
+            tolerance=(1e-6, 1e-8),
+            of_gradients=(1e-6, 1e-8),
+            clip_grad_norm=clip,
         )
+        self.model, self.run, self._seed = self._twins.model, self._twins.step, 0
+        self.optimizers = [self._twins.others, self._twins.own]
+        gpu.hidden = self._hidden
 
     def step(self, size: int = 8) -> torch.Tensor:
         self._seed += 1
         batch = torch.randn(size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(self._seed))
-        expected, optimizer = torch.zeros(()), self.optimizers[0]
-        if optimizer is not None:
-            optimizer.zero_grad()
-        for part in batch.chunk(self._count):
-            loss = self._loss(self.eager, part) / self._count
-            loss.backward()
-            expected = expected + loss.detach()
-        if self._clip is not None:
-            nn.utils.clip_grad_norm_(self.eager.parameters(), self._clip)
-        if optimizer is not None:
-            optimizer.step()
-        found = self.run(batch)
-        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, check_dtype=False)
-        for one, other in zip(self.model.parameters(), self.eager.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-8)
-        for one, other in zip(self.model.buffers(), self.eager.buffers(), strict=True):
-            torch.testing.assert_close(one, other)
-        return found
+        return self._twins.take(batch)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -176,11 +155,7 @@ def test_steps_are_one_replay_with_the_numbers_of_the_loop(
 ) -> None:
     """Losses, gradients, parameters, statistics and the optimizer's state, step by step."""
     pair = Pair(gpu, optimize, microbatches=microbatches, clip=clip)
-    for _ in range(FIRST + 5):
-        if optimize is None:
-            for model in (pair.eager, pair.model):
-                model.zero_grad()
-        pair.step()
+    pair.steps(FIRST + 5)
     program = pair.program
     assert (program.num_captures, program.num_launches) == (1, 0) and program.num_replays >= 5
     assert sum(map(bool, program.program.instructions)) > 1, "more than one lane"
@@ -305,24 +280,6 @@ def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) 
         if number == FIRST + 1:
             assert copies_in(log) == 5, "two batches, two weights, and one mask"
     assert copies_in(log) == 6 and not races_of(gpu)
-
-
-def test_a_parameter_that_is_also_read_otherwise_is_not_written_beside_it(
-    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The optimizer steps after the program then."""
-    caplog.set_level(logging.INFO, logger="apollo_compile")
-    model = Branches()
-    alias = model.left[0].weight.detach()
-
-    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).square().mean() + alias.square().sum()
-        return loss
-
-    run = compile_step(model, loss_of, sgd(model.parameters()), keep_gradients=True, options=PROGRAM)
-    for _ in range(FIRST + 1):
-        run(torch.rand(8, 8))
-    assert run.tuners and "the optimizer steps after the program: a parameter" in caplog.text
 
 
 def test_variants_take_turns(gpu: FakeGpu) -> None:

@@ -26,6 +26,10 @@ from apollo_compile.errors import PipelinePlanError
 from tests.distributed_plan.pipeline.legal import check_plan
 from tests.distributed_plan.pipeline.problems import Problem, random_problem
 
+EVEN = StageTimes(forward_ns=(80,) * 4, backward_ns=(160,) * 4)
+VISION = Encoder(name="vision", forward_ns=((40,),), backward_ns=((80,),), replicas=one_replica_per_rank(4))
+"""Of four ranks."""
+
 
 def simulated_ns(plan: FilledPlan) -> int:
     """Return how long the order of a plan takes if nothing waits longer than it must."""
@@ -69,15 +73,13 @@ def test_no_replica_holds_more_microbatches_than_it_may(seed: int) -> None:
 def test_a_limit_is_met_where_the_pipeline_itself_holds_as_few() -> None:
     """1F1B on four ranks holds four micro-batches, so that one per replica is enough, at the price of pauses."""
     schedule = one_forward_one_backward(4, 12)
-    times = StageTimes(forward_ns=(80,) * 4, backward_ns=(160,) * 4)
-    encoder = Encoder(name="vision", forward_ns=((40,),), backward_ns=((80,),), replicas=one_replica_per_rank(4))
-    steps = [fill(schedule, times, (replace(encoder, max_live=limit),)) for limit in (1, 2, None)]
+    steps = [fill(schedule, EVEN, (replace(VISION, max_live=limit),)) for limit in (1, 2, None)]
     assert [max(plan.peak_live()[0]) for plan in steps[:2]] == [1, 2]
     assert steps[0].step_ns > steps[1].step_ns >= steps[2].step_ns
     with pytest.raises(
         PipelinePlanError, match=r"micro-batch 4 of encoder vision cannot start.*max_live to at least 3"
     ):
-        fill(gpipe(4, 12), times, (replace(encoder, max_live=1),))
+        fill(gpipe(4, 12), EVEN, (replace(VISION, max_live=1),))
 
 
 def merges(first: tuple[Op, ...], second: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
@@ -140,10 +142,7 @@ def test_tiny_pipelines_are_filled_as_well_as_possible() -> None:
 
 def test_a_step_is_no_longer_than_first_features_and_last_gradients_make_it() -> None:
     """The figures of four ranks: 2,640 alone, one forward before and one backward after that nothing can hide."""
-    schedule = one_forward_one_backward(4, 8)
-    times = StageTimes(forward_ns=(80,) * 4, backward_ns=(160,) * 4)
-    encoder = Encoder(name="vision", forward_ns=((40,),), backward_ns=((80,),), replicas=one_replica_per_rank(4))
-    plan = fill(schedule, times, (encoder,))
+    plan = fill(one_forward_one_backward(4, 8), EVEN, (VISION,))
     assert (plan.plain_ns, plan.step_ns) == (2640, 2640 + 40 + 80)
     assert plan.hidden_share == pytest.approx(1 - 120 * 4 / (8 * 120))
 

@@ -143,18 +143,6 @@ def test_a_loss_function_that_reads_a_number_runs_in_pieces_and_a_line_says_wher
     assert [verdict.partition(":")[0] for verdict in twins.step.verdicts] == [Variant.LOOP]
 
 
-def test_a_number_that_a_program_reads_is_that_of_its_batch() -> None:
-    """A loss that only computes with the number is one graph, whose program reads it in every step."""
-
-    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return plain_loss(model, batch) * (1 / float(batch["t"][0]))
-
-    twins = Twins(layer, loss_fn, SGD, count=2)
-    for seed in range(4):
-        twins.take(batch_of(seed))
-    assert twins.step.verdicts == [Variant.PLAN]
-
-
 def test_a_program_stays_where_code_that_is_no_graph_comes_later(caplog: pytest.LogCaptureFixture) -> None:
     """Steps that the new code is part of run in pieces and are not compiled again; batches of the other kind do not."""
 

@@ -9,10 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Buffer, BufferId, Partition, Role, Segment, SegmentGraph, SegmentId, Work
+from apollo_compile.ir import Partition, Role
 from apollo_compile.session.step.micro_batch import GraphCode, join_graphs
 from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.target.target import Contract
 from tests.reports.test_summary import compilation
 
@@ -23,32 +25,13 @@ OWNED = {id(WEIGHT), id(STATISTIC)}
 def code_of(taken: str, made: str, **contract: Any) -> GraphCode:
     """Return a graph of one segment that takes and makes values of these names; `-` is a place without one."""
     takes, makes = taken.split(), [name for name in made.split() if name != "-"]
-    names = [*takes, *makes]
-    only = SegmentId(0)
-    buffers = tuple(
-        Buffer(
-            id=BufferId(number),
-            name=name,
-            producer=None if number < len(takes) else only,
-            readers=(only,) if number < len(takes) else (),
-            num_bytes=8,
-            is_output=number >= len(takes),
-        )
-        for number, name in enumerate(names)
-    )
+    step = TrialStep(body=0, reads=tuple(range(len(takes))), lane=0, makes=len(makes))
+    written, _ = write_program("g", [step], lane_catalogue(1), num_inputs=len(takes), role=Role.FORWARD)
+    named = zip(written.buffers, [*takes, *makes], strict=True)
+    buffers = tuple(replace(buffer, name=name, is_output=name in makes) for buffer, name in named)
     number_of = {each.name: each.id for each in buffers}
-    inputs, outputs = (tuple(number_of[name] for name in each) for each in (takes, makes))
-    segment = Segment(
-        id=only, name="s", module="", body=cast(Any, 0), inputs=inputs, outputs=outputs, after=(), work=Work()
-    )
-    graph = SegmentGraph(
-        name="g",
-        role=Role.FORWARD,
-        segments=(segment,),
-        buffers=buffers,
-        inputs=inputs,
-        outputs=tuple(None if name == "-" else number_of[name] for name in made.split()),
-    )
+    outputs = tuple(None if name == "-" else number_of[name] for name in made.split())
+    graph = replace(written, buffers=buffers, outputs=outputs)
     partition = Partition(graph=graph, bodies=(), nodes_by_segment=())
     return GraphCode(compilation=cast(Compilation, SimpleNamespace(partition=partition)), contract=Contract(**contract))
 

@@ -33,14 +33,6 @@ from tests.end_to_end.twins import (
 )
 
 
-def test_batches_may_have_different_numbers_of_micro_batches() -> None:
-    """A split into parts of one size runs one graph, and has a program for every number of parts."""
-    twins = Twins(split=lambda batch, _: split_evenly(batch, len(batch["x"]) // 8))
-    for seed in range(8):
-        twins.take(chain_batch(seed, size=8 * (2 + seed % 2)))
-    assert len(twins.step.verdicts) == 2 and ran_as_program(twins.step)
-
-
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_programs_give_the_bits_of_the_compiled_loop_with_deterministic_algorithms(clip: float | None) -> None:

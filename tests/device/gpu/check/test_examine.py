@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from apollo_compile.device.gpu.check.examine import (
     Census,
-    CensusProbe,
     examine_cuda,
     judge_censuses,
     judge_connections,
@@ -18,7 +15,6 @@ from apollo_compile.device.gpu.check.examine import (
 )
 from apollo_compile.ir import LaneId
 from apollo_compile.target.check_result import Level
-from tests.device.gpu.fake_gpu import FakeGpu
 
 A, B = LaneId(1), LaneId(2)
 GRANTED = {A: 16, B: 8}
@@ -60,39 +56,6 @@ def test_censuses_of_two_lanes_are_judged(censuses: list[Census], extra: int, le
     """Fewer SMs than granted, more, other or shared ones are a failure, in any launch."""
     result = judge_censuses("lanes", GRANTED, censuses, extra=extra)
     assert result.level == level and text in result.message
-
-
-class CensusGpu(FakeGpu):
-    """Gives a lane every SM of its units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.native = self
-        self.units = self.num_sms = 132
-        self.atom_sizes = [*15 * [8], 12]
-        self.device = torch.device("cpu")
-
-    def lane(self, atoms: list[int]) -> SimpleNamespace:
-        """Return what the driver says of a lane."""
-        return SimpleNamespace(num_sms=sum(self.atom_sizes[atom] for atom in atoms))
-
-
-def test_censuses_are_taken_of_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launched and replayed; lanes of a split are numbered from 1, since lane 0 has every SM."""
-
-    def note(out: torch.Tensor, spin_ns: int) -> None:
-        place = torch.arange(len(out)) // 16
-        out.copy_(torch.stack([1000 * len(out) + place, place + 1, place + spin_ns], dim=1))
-
-    kernel = SimpleNamespace(BLOCKS_PER_SM=16, COLUMNS=3, launch_census=note)
-    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", kernel)  # Triton's
-    gpu = CensusGpu()
-    probe = CensusProbe(gpu, split_lanes([*15 * [8], 12], (3, 5, 8)))  # type: ignore[arg-type]
-    assert probe.granted == {1: 24, 2: 40, 3: 68}
-    for censuses in (probe.take(2), probe.take_replayed(2)):
-        assert [{lane: len(sms) for lane, sms in each.sms.items()} for each in censuses] == 2 * [probe.granted]
-        assert judge_censuses("lanes", probe.granted, censuses).level is Level.OK
-    assert not gpu.races
 
 
 def test_overlapping_lanes_share_what_was_planned() -> None:

@@ -16,7 +16,6 @@ from apollo_compile.device.gpu.check.self_check import run_checks
 from apollo_compile.device.gpu.run.gpu import BodyFunction, Stream
 from apollo_compile.ir import Lane
 from apollo_compile.target.check_result import CheckResult, Level
-from tests.device.gpu.check.test_examine import CensusGpu
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
 
 SIZES = [*15 * [8], 12]
@@ -157,15 +156,23 @@ def test_lanes_that_draw_the_same_numbers_are_found() -> None:
     assert result.level is Level.ERROR and result.message.startswith("equal masks: lane 1 in replay 0 and lane 2 in")
 
 
-class SmGpu(CensusGpu):
-    """Knows the SMs of every lane, which the stand-in of the census kernel notes."""
+class SmGpu(FakeGpu):
+    """Gives a lane every SM of its units; the stand-in of the census kernel notes them."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.native = self
+        self.units = self.num_sms = 132
+        self.atom_sizes = SIZES
+        self.device = CPU
         self.compute_capability = (9, 0)
         self.sms_at: dict[int, tuple[int, ...]] = {}
         """By the address that a census is written to."""
         self._sms: dict[str, tuple[int, ...]] = {}
+
+    def lane(self, atoms: list[int]) -> SimpleNamespace:
+        """Return what the driver says of a lane."""
+        return SimpleNamespace(num_sms=sum(self.atom_sizes[atom] for atom in atoms))
 
     def lane_stream(self, lane: Lane) -> str | None:
         """Return the lane's stream, and note its SMs."""
@@ -180,8 +187,9 @@ class SmGpu(CensusGpu):
         return super().call(body, inputs, stream)
 
 
-def put_kernel(monkeypatch: pytest.MonkeyPatch, gpu: SmGpu, *, shift: int = 0) -> None:
-    """Put a stand-in in the place of the census kernel, which is Triton's; `shift` moves one lane's SMs."""
+def with_kernel(monkeypatch: pytest.MonkeyPatch, *, shift: int = 0) -> SmGpu:
+    """Return a device, and put a stand-in in the place of its census kernel; `shift` moves one lane's SMs."""
+    gpu = SmGpu()
 
     def launch_census(out: torch.Tensor, spin_ns: int) -> None:
         sms = torch.tensor(gpu.sms_at[out.data_ptr()])
@@ -191,6 +199,7 @@ def put_kernel(monkeypatch: pytest.MonkeyPatch, gpu: SmGpu, *, shift: int = 0) -
 
     kernel = SimpleNamespace(BLOCKS_PER_SM=16, COLUMNS=3, launch_census=launch_census)
     monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.check.census_kernel", kernel)
+    return gpu
 
 
 def levels(results: Sequence[CheckResult]) -> Mapping[str, Level]:
@@ -199,18 +208,18 @@ def levels(results: Sequence[CheckResult]) -> Mapping[str, Level]:
 
 
 def test_all_checks_pass_on_a_device_that_keeps_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Censuses of three splits, and the experiments."""
-    gpu = SmGpu()
-    put_kernel(monkeypatch, gpu)
+    """Censuses of three splits, launched and replayed, and the experiments."""
+    gpu = with_kernel(monkeypatch)
     results = run_checks(gpu, SMALL)  # type: ignore[arg-type]
-    assert set(levels(results).values()) == {Level.OK}, results
+    assert set(levels(results).values()) == {Level.OK} and not gpu.races, results
     assert len(results) == 3 * 2 + 1 + len(TRIALS) and set(TRIALS) <= set(levels(results))
+    thirds = [found.message for found in results if found.subject.startswith("lanes 24 + 40 + 68, ")]
+    assert len(thirds) == 2 and all(message.startswith("24 + 40 + 68 SMs, disjoint") for message in thirds)
 
 
 def test_kernels_on_other_sms_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the second lane reach into the first; experiments say nothing of that."""
-    gpu = SmGpu()
-    put_kernel(monkeypatch, gpu, shift=-4)
+    gpu = with_kernel(monkeypatch, shift=-4)
     found = levels(run_checks(gpu, SMALL))  # type: ignore[arg-type]
     assert found["lanes 64 + 68, replayed"] is Level.ERROR
     assert all(found[name] is Level.OK for name in TRIALS)
@@ -218,8 +227,7 @@ def test_kernels_on_other_sms_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_experiment_that_raises_is_an_error_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that is refused, for one."""
-    gpu = SmGpu()
-    put_kernel(monkeypatch, gpu)
+    gpu = with_kernel(monkeypatch)
 
     def refuse(*arguments: Any) -> CheckResult:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -231,10 +239,9 @@ def test_an_experiment_that_raises_is_an_error_and_the_others_run(monkeypatch: p
 
 def test_a_device_of_two_atoms_has_fewer_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is no error."""
-    gpu = SmGpu()
+    gpu = with_kernel(monkeypatch)
     gpu.units = gpu.num_sms = 16
     gpu.atom_sizes = [8, 8]
-    put_kernel(monkeypatch, gpu)
     results = run_checks(gpu, {})  # type: ignore[arg-type]
     assert not any(subject.count("+") == 2 for subject in levels(results))
     assert "lanes 8 + 8, eager" in levels(results)

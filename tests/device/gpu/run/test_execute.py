@@ -106,6 +106,13 @@ def expected(x: torch.Tensor, weight: torch.Tensor) -> Tensors:
     return [x * weight + x.sin(), x * weight]
 
 
+def run(executable: CudaExecutable, weight: torch.Tensor, times: int = 1) -> None:
+    """Run so often with that parameter, and check the results."""
+    for _ in range(times):
+        x = torch.randn(4)
+        assert all(map(torch.equal, executable.run([x, weight]), expected(x, weight)))
+
+
 def counts(executable: CudaExecutable) -> tuple[int, int, int]:
     """Return launches on lanes, captures, replays."""
     return executable.num_launches, executable.num_captures, executable.num_replays
@@ -134,8 +141,7 @@ def test_what_was_let_go_is_captured_again_however_often(gpu: FakeGpu) -> None:
     executable = two_towers(gpu)
     weight = warm_up(executable)
     for number in range(5):
-        x = torch.randn(4)
-        assert all(map(torch.equal, executable.run([x, weight]), expected(x, weight)))
+        run(executable, weight)
         assert executable.lane_bytes() and len(gpu.recordings) == number + 1
         executable.release()
         executable.release()
@@ -206,12 +212,8 @@ def test_a_failed_capture_is_told_once_and_lanes_stay(gpu: FakeGpu, caplog: pyte
     """With `strict`, it is raised."""
     gpu.fail_capture = RuntimeError("operation not permitted when stream is capturing")
     executable = two_towers(gpu)
-    weight = torch.randn(4)
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        for _ in range(6):
-            x = torch.randn(4)
-            loss, _ = executable.run([x, weight])
-            assert torch.equal(loss, expected(x, weight)[0])
+        run(executable, torch.randn(4), 6)
     assert [record.message for record in caplog.records] == [
         "test runs on lanes without a CUDA graph: RuntimeError: operation not permitted when stream is capturing"
     ]
@@ -285,10 +287,7 @@ def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu
     with pytest.raises(ZeroDivisionError, match="a body's own"):
         executable.run([torch.randn(4), weight])
     state.fails = False
-    for _ in range(4):
-        x = torch.randn(4)
-        loss, _ = executable.run([x, weight])
-        assert torch.equal(loss, expected(x, weight)[0])
+    run(executable, weight, 4)
 
 
 def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(gpu: FakeGpu) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -10,31 +9,14 @@ from apollo_compile.device.gpu.run.gpu import atoms_of
 from apollo_compile.device.gpu.run.launch import Launcher, host_order
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import EventId, Lane, LaneId, Launch, Plan, Program, Record, SegmentGraph, Wait
-from apollo_compile.ir.check import check_memory, check_program
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.target.lanes import lane_catalogue, lanes_for_two
-from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
+from apollo_compile.ir.check import check_memory
+from tests.builders import follow, graph, plan, random_planned
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
 
 
 def program_of(made: SegmentGraph, planned: Plan, *, owners_release: bool = True) -> Program:
     """Return the checked program."""
-    syncs = eliminate_syncs(made, planned)
-    memory = plan_memory(made, planned, syncs, owners_release=owners_release)
-    check_memory(memory, made, planned, syncs, owners_release=owners_release)
-    program = emit_program(made, planned, syncs, memory)
-    check_program(program, made, planned, syncs, memory)
-    return program
-
-
-def random_planned(seed: int) -> tuple[SegmentGraph, Plan]:
-    """Return a random graph and a random plan of it over random lanes."""
-    rng = random.Random(seed)
-    made = random_graph(rng, rng.randrange(1, 14))
-    lanes = random_lanes(rng)
-    return made, random_plan(rng, made, lanes, random_costs(rng, made, lanes))
+    return follow(made, planned, owners_release=owners_release)[2]
 
 
 def bodies_of(made: SegmentGraph) -> list:  # type: ignore[type-arg]
@@ -89,11 +71,9 @@ def test_holds_for_threads_would_be_races_on_a_gpu() -> None:
 def test_buffers_go_on_their_owners_lane_as_early_as_it_knows_the_readers_ended(seed: int) -> None:
     """Every other hold is refused, and graph inputs stay to the end."""
     made, planned = random_planned(seed)
-    syncs = eliminate_syncs(made, planned)
-    memory = plan_memory(made, planned, syncs, owners_release=True)
-    check_memory(memory, made, planned, syncs, owners_release=True)
+    syncs, memory, _ = follow(made, planned, owners_release=True)
     assert set(made.inputs) <= set(memory.at_end) or made.buffers[0].is_output
-    free = plan_memory(made, planned, syncs)
+    _, free, _ = follow(made, planned)
     order = {assignment.segment: rank for rank, assignment in enumerate(planned.in_start_order())}
     early = {hold.buffer: order[hold.segment] for hold in free.holds}
     for hold in memory.holds:
@@ -182,35 +162,6 @@ def test_lanes_that_wait_in_a_circle_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="program test cannot be launched: its lanes wait for each other in a circle"):
         host_order(circle)
-
-
-@pytest.mark.parametrize(
-    ("atoms", "units", "sizes"),
-    [
-        (16 * [8], 132, [132, 64, 64, 96, 32]),
-        ([*15 * [8], 12], 132, [132, 64, 68, 96, 36]),
-        ([*14 * [8], 20], 132, [132, 64, 68, 96, 36]),
-        (27 * [4], 108, [108, 56, 52, 80, 28]),
-        ([8, 12], 20, [20, 8, 12]),
-        ([7], 7, [7]),
-        ([], 7, [7]),
-    ],
-)
-def test_lanes_of_a_gpu_are_whole_atoms(atoms: list[int], units: int, sizes: list[int]) -> None:
-    """But for lane 0, which has every unit."""
-    lanes = lane_catalogue(units, atoms)
-    for lane in lanes[1:]:
-        assert sum(atoms[index] for index in atoms_of(lane, atoms)) == len(lane.units)
-    in_two = lanes_for_two(lanes)
-    assert [len(lane.units) for lane in in_two] == sizes
-    for left, right in zip(in_two[1::2], in_two[2::2], strict=True):
-        assert left.units + right.units == lanes[0].units[: sum(atoms)]
-
-
-def test_more_atoms_than_fit_are_refused() -> None:
-    """A profile that was written by hand."""
-    with pytest.raises(ValueError, match=r"a device of 20 units cannot have atoms of \[8, 8, 8\] units"):
-        lane_catalogue(20, [8, 8, 8])
 
 
 def test_a_lane_of_half_an_atom_is_refused() -> None:

@@ -86,19 +86,23 @@ def test_gradients_that_are_added_to_those_of_a_launched_run_are_lent(gpu: FakeG
 
 
 def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
-    """What was lent stays as it was, and one line says why."""
+    """What was lent stays as it was, one line says why, and the memory of the old graphs ends with it."""
     pair = _, backward = make_pair(gpu)
     weight = torch.randn(4)
     held = train(pair, 4, zeroed="before the forward", weight=weight)
     kept_for_long = held[0]
     assert lends(gpu)
-    wanted = kept_for_long.clone()
+    wanted, old = kept_for_long.clone(), weakref.ref(gpu.recordings[0].pool)
+    gpu.recordings.clear()
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         train(pair, 20, zeroed="before the forward", weight=weight, held=held)
     assert torch.equal(kept_for_long, wanted) and not lends(gpu)
     assert counts(backward) == (3, 2, 2 + 19) and not gpu.races
     (line,) = [each.message for each in caplog.records if "gradients" in each.message]
     assert "a gradient is in use" in line and "call zero_grad before the forward" in line
+    assert old() is not None and old() is not gpu.recordings[0].pool
+    del kept_for_long
+    assert old() is None
 
 
 def test_variants_of_a_model_copy_out_together(gpu: FakeGpu) -> None:
@@ -122,24 +126,6 @@ def test_with_other_ranks_gradients_are_copied_out(gpu: FakeGpu, monkeypatch: py
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     train(pair, 4, zeroed="before the forward", weight=weight)
     assert not lends(gpu) and counts(backward) == (2, 2, 6)
-
-
-def test_gradients_that_are_still_held_when_a_forward_begins_are_not_overwritten(gpu: FakeGpu) -> None:
-    """Then that step is launched, and the graphs are captured again in other memory; the old memory ends with them."""
-    pair = forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
-    step(pair, weight, times=4)
-    _, kept = forward.run([torch.ones(4), weight])
-    held = backward.run([kept, weight, torch.ones(4)])[0]
-    del kept
-    old = weakref.ref(gpu.recordings[0].pool)
-    gpu.recordings.clear()
-    step(pair, weight, times=4)
-    assert torch.equal(held, weight * weight)
-    assert counts(forward) == counts(backward) == (2 + 1, 2, 3 + 3)
-    assert old() is not None and old() is not gpu.recordings[0].pool
-    del held
-    assert old() is None
 
 
 def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: FakeGpu) -> None:

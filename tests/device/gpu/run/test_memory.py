@@ -8,17 +8,9 @@ import pytest
 import torch
 
 from apollo_compile.device.gpu.run.captures import MOST_CAPTURES
-from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Sharing
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
-from tests.device.gpu.run.test_execute import counts, expected, make_pair, step, two_towers
-
-
-def run(executable: CudaExecutable, weight: torch.Tensor, times: int = 1) -> None:
-    """Run so often with that parameter, and check the results."""
-    for _ in range(times):
-        x = torch.randn(4)
-        assert all(map(torch.equal, executable.run([x, weight]), expected(x, weight)))
+from tests.device.gpu.run.test_execute import counts, expected, make_pair, run, step, two_towers
 
 
 def live(gpu: FakeGpu) -> list[FakeRecording]:
