@@ -202,8 +202,8 @@ class _Record:
     name: str
     module_name: str
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    """Detached positional and keyword arguments."""
     read: frozenset[str]
     """Calls whose outputs code between the modules had read."""
     inputs: frozenset[str]
@@ -228,7 +228,7 @@ class CallTrace:
 
 def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> CallTrace:
     """Run the forward and the loss once, and record the calls of modules."""
-    tensors = [each for each in _tensors(batch) if each.dim()]
+    tensors = [each for each in leaves_of(batch, torch.Tensor) if each.dim()]
     if not tensors:
         raise DeploymentError("the batch has no tensor with samples")
     trace = CallTrace(samples=tensors[0].shape[0], device=tensors[0].device)
@@ -251,7 +251,7 @@ def _record(
 ) -> Any:
     """Run a module's forward, and add the call to the trace."""
     count = sum(call.module_name == name for call in trace.calls)
-    inputs = frozenset(each.source for each in leaves_of((args, kwargs)) if isinstance(each, Arriving))
+    inputs = frozenset(each.source for each in leaves_of((args, kwargs), Arriving))
     read = frozenset(trace.read)
     args, kwargs = map_tensors(lambda each: each.plain if isinstance(each, Arriving) else each, (args, kwargs))
     kept: dict[int, int] = {}
@@ -266,25 +266,19 @@ def _record(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward(*args, **kwargs)
-    own_args, own_kwargs = map_tensors(lambda each: _leaf_like(each, each), (args, kwargs))
     record = _Record(
         name=f"{name}#{count}" if count else name,
         module_name=name,
         module=module,
-        args=own_args,
-        kwargs=own_kwargs,
+        arguments=map_tensors(lambda each: _leaf_like(each, each), (args, kwargs)),
         read=read,
         inputs=inputs,
-        outputs=[each.detach() for each in _tensors(output)],
+        outputs=[each.detach() for each in leaves_of(output, torch.Tensor)],
         saved_bytes=sum(kept.values()),
     )
     trace.calls.append(record)
     note = functools.partial(trace.read.add, record.name)
     return map_tensors(lambda each: arriving(each, each, [note], record.name), output)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [each for each in leaves_of(tree) if isinstance(each, torch.Tensor)]
 
 
 def _leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -321,7 +315,7 @@ def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
     degrees = [size for size in sizes if subgroups is not None and size > 1 and not size & (size - 1)]
     for name, module in {call.module_name: call.module for call in trace.calls}.items():
         calls = [call for call in trace.calls if call.module_name == name]
-        trace.pairs[name] = find_pairs(module, calls[0].args, calls[0].kwargs, max(degrees, default=1))
+        trace.pairs[name] = find_pairs(module, *calls[0].arguments, max(degrees, default=1))
         most = max((pair.degree for pair in trace.pairs[name]), default=1)
         ways = [Division(devices=size, units=share) for share in _shares(trace.device, units) for size in sizes]
         ways += [Division(devices=n, units=units, tensor=t) for n in sizes for t in degrees if t <= most and n % t == 0]
@@ -348,7 +342,7 @@ def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups
             if is_mine:
                 found = ModuleCopy(own, functools.partial(divided.compute, sums=False))
         for call in calls if found.module is not module else ():
-            args, kwargs = _first_part((call.args, call.kwargs), trace.samples, way)
+            args, kwargs = _first_part(call.arguments, trace.samples, way)
             with torch.no_grad():
                 output = found.run(args, kwargs)
                 if way.tensor > 1 and output != () and not are_equal(output, module(*args, **kwargs)):
@@ -395,7 +389,7 @@ def pieces_of(
     pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(model, lambda: loss_fn(_call(model, batch)), True, units)}
     for record in trace.calls:
         for way, copied in copies[record.module_name].items():
-            args, kwargs = _first_part((record.args, record.kwargs), trace.samples, way)
+            args, kwargs = _first_part(record.arguments, trace.samples, way)
             work = functools.partial(copied.run, args, kwargs)
             pieces[record.name, way] = TimedPiece(copied.module, work, way.devices == 1, way.units)
     for module in dict.fromkeys(own.module for ways in copies.values() for own in ways.values()):
@@ -417,7 +411,7 @@ def _update_of(module: nn.Module, optimizer_states: int) -> Callable[[], Any]:
 
 def _is_divisible(record: _Record, samples: int, division: Division) -> bool:
     """Return whether samples of a call can be on several replicas, with the same result."""
-    inputs, replicas = _tensors((record.args, record.kwargs)), division.devices // division.tensor
+    inputs, replicas = leaves_of(record.arguments, torch.Tensor), division.devices // division.tensor
     return replicas == 1 or (
         samples % replicas == 0
         and not any(isinstance(each, WITH_STATISTICS) for each in record.module.modules())
@@ -454,7 +448,7 @@ def measure(pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | No
             if group is not None:
                 dist.barrier(group=group)
             watch.begin()
-            outputs = [each for each in _tensors(piece.work()) if each.requires_grad]
+            outputs = [each for each in leaves_of(piece.work(), torch.Tensor) if each.requires_grad]
             watch.end((key, "forward"))
             grads = [torch.ones_like(each) for each in outputs]
             watch.begin()
@@ -507,7 +501,7 @@ def work_of(
             module=call.module_name,
             inputs=inputs,
             sent_bytes=sum(each.nbytes for each in call.outputs),
-            returned_bytes=sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad),
+            returned_bytes=sum(each.nbytes for each in leaves_of(call.arguments, torch.Tensor) if each.requires_grad),
             activation_bytes=call.saved_bytes,
             forward_ns=tuple(times[call.name, way][0] for way in copies[call.module_name]),
             backward_ns=tuple(times[call.name, way][1] for way in copies[call.module_name]),
