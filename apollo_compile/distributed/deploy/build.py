@@ -278,7 +278,7 @@ def _record(
     )
     trace.calls.append(record)
     note = functools.partial(trace.read.add, record.name)
-    return map_tensors(lambda each: arriving(each, each, [note], record.name), output)
+    return map_tensors(lambda each: arriving(each, [note], each, record.name), output)
 
 
 def _leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
