@@ -254,7 +254,7 @@ class HeldCalls:
         self.is_computing = True
         try:
             if len(calls) <= 1:
-                found = [each.compute(*own) for each, own in zip(placed, inputs, strict=True)]
+                found = [each.compute(*args, **kwargs) for each, (args, kwargs) in zip(placed, inputs, strict=True)]
             else:
                 if placed not in self._compiled:
                     self._compiled[placed] = compile_apart(

@@ -169,15 +169,13 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
     if nested := [(one, other) for one in names for other in names if other.startswith(f"{one}.")]:
         raise DeploymentError(f"module {nested[0][1]!r} is inside of {nested[0][0]!r}: place one of them")
     owners: dict[nn.Parameter, str] = {}
-    chosen = set(names)
-    for name, module in model.named_modules(remove_duplicate=False):
-        owner = next((each for each in chosen if name == each or name.startswith(f"{each}.")), REST)
-        for parameter in module.parameters(recurse=False):
-            if owners.setdefault(parameter, owner) != owner:
-                raise DeploymentError(
-                    f"{owner!r} and {owners[parameter]!r} share a parameter, which only one of them can have: leave "
-                    "them out of modules"
-                )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((each for each in names if name.startswith(f"{each}.")), REST)
+        if owners.setdefault(parameter, owner) != owner:
+            raise DeploymentError(
+                f"{owner!r} and {owners[parameter]!r} share a parameter, which only one of them can have: leave them "
+                "out of modules"
+            )
     return names
 
 
@@ -233,7 +231,7 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
         raise DeploymentError("the batch has no tensor with samples")
     trace = CallTrace(samples=tensors[0].shape[0], device=tensors[0].device)
     modules = {name: model.get_submodule(name) for name in names}
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
+    own = {name: {"forward": module.forward} if "forward" in vars(module) else {} for name, module in modules.items()}
     for name, module in modules.items():
         module.forward = functools.partial(_record, trace, name, module, module.forward)
     try:
@@ -241,8 +239,7 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
     finally:
         for name, module in modules.items():
             del module.forward
-            if (before := own[name]) is not None:
-                module.forward = before
+            vars(module).update(own[name])
     return trace
 
 
@@ -298,7 +295,7 @@ class ModuleCopy(NamedTuple):
     """A module whose layers or state are divided, or as it is, and how to call it."""
 
     module: nn.Module
-    run: Callable[[Sequence[Any], dict[str, Any]], Any]
+    run: Callable[..., Any]
 
 
 Copies = Mapping[str, Mapping[Division, ModuleCopy]]
@@ -317,12 +314,12 @@ def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
         calls = [call for call in trace.calls if call.module_name == name]
         trace.pairs[name] = find_pairs(module, *calls[0].arguments, max(degrees, default=1))
         most = max((pair.degree for pair in trace.pairs[name]), default=1)
-        ways = [Division(devices=size, units=share) for share in _shares(trace.device, units) for size in sizes]
+        shares = [units >> power for power in range(3 if trace.device.type == "cpu" else 1) if units >> power]
+        ways = [Division(devices=size, units=share) for share in shares for size in sizes]
         ways += [Division(devices=n, units=units, tensor=t) for n in sizes for t in degrees if t <= most and n % t == 0]
         ways += [Division(devices=n, units=units, is_sharded=True) for n in sizes if degrees and n > 1]
         ways = [way for way in ways if all(_is_divisible(call, trace.samples, way) for call in calls)]
-        whole = ModuleCopy(module, lambda args, kwargs, own=module: own(*args, **kwargs))  # type: ignore[misc]
-        found[name] = {way: whole for way in ways if not way.kind}
+        found[name] = {way: ModuleCopy(module, module) for way in ways if not way.kind}
         for way in ways:
             if subgroups and way.kind and (copied := _divide(calls, way, trace, subgroups)):
                 found[name][way] = copied
@@ -332,7 +329,7 @@ def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
 def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups: Subgroups) -> ModuleCopy | None:
     """Return this rank's part of a module for every group of devices; None, on all ranks, if it cannot run so."""
     name, module, problem = calls[0].module_name, calls[0].module, ""
-    found = ModuleCopy(nn.Identity(), lambda *_: ())  # of a rank without a group
+    found = ModuleCopy(nn.Identity(), lambda *_, **__: ())  # of a rank without a group
     try:
         for first in range(0, subgroups.size - way.devices + 1, way.devices):
             group = DeviceGroup(module=name, first=first, **way.key)
@@ -340,11 +337,12 @@ def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups
             own = copy.deepcopy(module) if is_mine else module
             divided = DividedModule(own, group, trace.pairs[name], subgroups)
             if is_mine:
-                found = ModuleCopy(own, functools.partial(divided.compute, sums=False))
-        for call in calls if found.module is not module else ():
+                divided.peers = None  # sums of gradients are predicted
+                found = ModuleCopy(own, divided.compute)
+        for call in calls:
             args, kwargs = _first_part(call.arguments, trace.samples, way)
             with torch.no_grad():
-                output = found.run(args, kwargs)
+                output = found.run(*args, **kwargs)
                 if way.tensor > 1 and output != () and not are_equal(output, module(*args, **kwargs)):
                     problem = "its parts do not sum to its output"
     except Exception as error:  # of any code; all ranks do without this division
@@ -354,11 +352,6 @@ def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups
     if any(problems):
         _logger.info("module %r cannot have devices %s: %s", name, way, max(problems))
     return None if any(problems) else found
-
-
-def _shares(device: torch.device, units: int) -> list[int]:
-    """Return the numbers of units that a module is timed on: all of a device, half and a quarter of a CPU's."""
-    return [units >> power for power in range(3 if device.type == "cpu" else 1) if units >> power]
 
 
 class TimedPiece(NamedTuple):
@@ -390,7 +383,7 @@ def pieces_of(
     for record in trace.calls:
         for way, copied in copies[record.module_name].items():
             args, kwargs = _first_part(record.arguments, trace.samples, way)
-            work = functools.partial(copied.run, args, kwargs)
+            work = functools.partial(copied.run, *args, **kwargs)
             pieces[record.name, way] = TimedPiece(copied.module, work, way.devices == 1, way.units)
     for module in dict.fromkeys(own.module for ways in copies.values() for own in ways.values()):
         pieces["update", module] = TimedPiece(module, _update_of(module, optimizer_states), True, units)

@@ -67,15 +67,15 @@ class DividedModule:
                 sharded.set_gradient_divide_factor(1.0)  # a sum, as of replicas
                 sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
-    def compute(self, args: Sequence[Any], kwargs: dict[str, Any], *, sums: bool = True) -> Any:
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; the backward sums gradients over the replicas.
 
         Raises:
             DeploymentError: ranks of a replica would draw different random numbers.
         """
         before = random_states(self.device) if self.group.tensor > 1 else []
-        own = self.summed() if sums else {}
-        found = torch.func.functional_call(self._call, own, tuple(args), kwargs) if own else self._call(*args, **kwargs)
+        own = self.summed()
+        found = torch.func.functional_call(self._call, own, args, kwargs) if own else self._call(*args, **kwargs)
         if before and not all(map(torch.equal, before, random_states(self.device))):
             raise DeploymentError(
                 f"module {self.group.module!r} draws random numbers, which would differ among {self.group.tensor} "
