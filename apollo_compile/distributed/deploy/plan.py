@@ -30,14 +30,6 @@ KINDS = ("forward", "backward", "sum")
 """Kinds of bars."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Content:
-    deployment: Deployment
-
-
-_FORMAT = FileFormat(kind="deployment plan", number=2, content=_Content, max_bytes=64 * 2**20)
-
-
 @dataclass(frozen=True, slots=True)
 class DeploymentPlan:
     """A plan of which devices compute which modules; prints as text."""
@@ -112,7 +104,7 @@ class DeploymentPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans give equal bytes. Raises `OSError` if that fails."""
-        _FORMAT.write(Path(path), _Content(deployment=self.deployment))
+        _FORMAT.write(Path(path), self)
 
     @classmethod
     def load(cls, path: str | Path) -> DeploymentPlan:
@@ -179,3 +171,6 @@ class DeploymentPlan:
         from apollo_compile.distributed.deploy.apply import full_state_dict
 
         return full_state_dict(model)
+
+
+_FORMAT = FileFormat(kind="deployment plan", number=2, content=DeploymentPlan, max_bytes=64 * 2**20)
