@@ -258,17 +258,12 @@ def plan_deployment(work: StepWork, cluster: EqualDevices, *, seconds: float = 1
     found = _to_deployment(work, cluster, fleet, placed.placement, placed.bound)
     usual = found.baselines[0]
     if cluster.is_measured and usual.keeps_memory and found.step_ns > (1 - LEAST_GAIN) * usual.step_ns:
-        return deploy_on(work, cluster, usual.groups, bound_ns=placed.bound)
+        return deploy_on(work, cluster, usual.groups, known=found)
     return found
 
 
 def deploy_on(
-    work: StepWork,
-    cluster: EqualDevices,
-    groups: Sequence[DeviceGroup],
-    *,
-    like: Sequence[WorkInterval] = (),
-    bound_ns: int = 0,
+    work: StepWork, cluster: EqualDevices, groups: Sequence[DeviceGroup], *, known: Deployment | None = None
 ) -> Deployment:
     """Return the deployment on given groups, for example edited ones.
 
@@ -276,8 +271,7 @@ def deploy_on(
         work: the calls of a step.
         cluster: the devices.
         groups: a group for every module.
-        like: bars whose order is tried first.
-        bound_ns: a known lower bound of the step of every deployment.
+        known: another deployment of this work, whose order is tried first and whose bound holds.
 
     Raises:
         ConfigError: a module has no group, or one that it cannot have.
@@ -290,14 +284,14 @@ def deploy_on(
         group = by_name.get(module.name)
         if group is None:
             raise ConfigError(f"module {module.name!r} has no group; there are groups for {', '.join(by_name)}")
-        known = [mode.key for mode in module.modes]
-        if group.key not in known or group.first not in groups_of(fleet, modes[known.index(group.key)]):
+        keys = [mode.key for mode in module.modes]
+        if group.key not in keys or group.first not in groups_of(fleet, modes[keys.index(group.key)]):
             raise ConfigError(
                 f"module {module.name!r} cannot have {group.devices} devices with {group.units} units{group.kind} from "
                 f"device {group.first} on: expected a first device that is a multiple of their number, below "
                 f"{cluster.devices}, and a number of devices out of " + "; ".join(map(str, module.modes))
             )
-        choices.append((known.index(group.key), group.first))
+        choices.append((keys.index(group.key), group.first))
     if not fits(fleet, choices):
         held = memory_of(fleet, choices)
         raise InfeasiblePlanError(
@@ -305,14 +299,15 @@ def deploy_on(
             f"{format_bytes(fleet.memory or 0)}: give its modules to other devices"
         )
     scheduler = Scheduler(fleet)
-    found = [scheduler.best_of_orders(choices)]
-    if like:
-        start_of = {(bar.name, bar.kind): bar.start_ns for bar in like}
+    placement, bound_ns = scheduler.best_of_orders(choices), 0
+    if known is not None:
+        start_of = {(bar.name, bar.kind): bar.start_ns for bar in known.bars}
         starts = [start_of.get((name, kind), 0) for name, _, kind in _labels_of(work)]
-        found.insert(0, scheduler.schedule(choices, scheduler.order_of(starts)))
-    placement = min(found, key=lambda each: each.makespan)
+        again = scheduler.schedule(choices, scheduler.order_of(starts))
+        placement = min(again, placement, key=lambda each: each.makespan)
+        bound_ns = min(known.bound_ns, placement.makespan)
     assert not violations(fleet, placement)
-    return _to_deployment(work, cluster, fleet, placement, min(bound_ns, placement.makespan))
+    return _to_deployment(work, cluster, fleet, placement, bound_ns)
 
 
 # ---------------------------------------------------------------------------------------------- to the planner's fleet

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-KINDS = ("forward", "backward", "sum")
-"""Kinds of bars."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeploymentPlan:
@@ -42,12 +39,13 @@ class DeploymentPlan:
         spent: Counter[tuple[str, str]] = Counter()
         for bar in found.bars:
             spent[bar.module, bar.kind] += bar.end_ns - bar.start_ns
+        kinds = ("forward", "backward", "sum")
         rows = [
             (
                 group.module,
                 str(group),
                 f"{group.units} of {cluster.units}",
-                *(format_ns(spent[group.module, kind]) if spent[group.module, kind] else "" for kind in KINDS),
+                *(format_ns(spent[group.module, kind]) if spent[group.module, kind] else "" for kind in kinds),
                 format_bytes(next(mode.state_bytes for mode in module.modes if mode.key == group.key)),
             )
             for group, module in zip(found.groups, found.work.modules, strict=True)
@@ -100,7 +98,7 @@ class DeploymentPlan:
             replace(group, units=group.units if units is None else units, **own) if group.module == module else group
             for group in found.groups
         ]
-        return DeploymentPlan(deploy_on(found.work, found.cluster, groups, like=found.bars, bound_ns=found.bound_ns))
+        return DeploymentPlan(deploy_on(found.work, found.cluster, groups, known=found))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans give equal bytes. Raises `OSError` if that fails."""
@@ -121,7 +119,7 @@ class DeploymentPlan:
             raise PlanFileError(
                 f"cannot read a deployment plan from {path}: {error}; expected a file that save() wrote"
             ) from error
-        return cls(deploy_on(found.work, found.cluster, found.groups, like=found.bars, bound_ns=found.bound_ns))
+        return cls(deploy_on(found.work, found.cluster, found.groups, known=found))
 
     def diff(self, other: DeploymentPlan) -> str:
         """Return what differs in another plan: groups, step and memory."""
