@@ -74,8 +74,8 @@ class _Placed(DividedModule):
 
     def share(self, whole: torch.Tensor) -> list[dist.Work]:
         """Begin to send the parts of a contiguous tensor to all ranks."""
-        parts = [(rank, self.part(whole, rank)) for rank in self.heads]
-        return [_broadcast(part, self.subgroups.everyone, rank) for rank, part in parts]
+        group = self.subgroups.everyone
+        return [dist.broadcast(self.part(whole, n), group=group, group_src=n, async_op=True) for n in self.heads]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module, or return its outputs, which may be under way."""
@@ -92,7 +92,7 @@ class _Placed(DividedModule):
         cast = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
         settings = _Settings(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast)
         kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in tensors)
-        plain = tuple(leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves)
+        plain = tuple(leaf if isinstance(leaf, int | float | str | None) else type(leaf) for leaf in leaves)
         trained = sum(each.requires_grad for each in self.module.parameters())
         key = (structure, kinds, plain, settings, self.module.training, trained)
         return self.calls.add(_Call(self, leaves, build, samples, settings, key))
@@ -126,10 +126,6 @@ class _Placed(DividedModule):
         told = [map_tensors(spec, made) if self.subgroups.rank == first else None]
         dist.broadcast_object_list(told, group=self.subgroups.everyone, group_src=first)
         self.specs[call.key] = told[0]
-
-
-_PLAIN = (bool, int, float, str, type(None))
-"""Types of arguments on whose values the outputs of a module may depend."""
 
 
 class _Settings(NamedTuple):
@@ -280,11 +276,6 @@ class _Together(nn.Module):
         return [torch.func.functional_call(module, state, args, kwargs) for module, state, (args, kwargs) in calls]
 
 
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
-    work: dist.Work = dist.broadcast(tensor, group=group, group_src=rank, async_op=True)
-    return work
-
-
 def _enter(calls: Sequence[_Call]) -> torch.Tensor:
     """Let gradients of inputs go to all ranks; return a token that links the outputs to that.
 
@@ -348,7 +339,8 @@ class _Enter(torch.autograd.Function):
             else:  # every replica has a part of the sum
                 if placed.is_member:
                     dist.all_reduce(whole, group=placed.peers)
-                works.append(_broadcast(whole, placed.subgroups.everyone, placed.group.first))
+                sender, group = placed.group.first, placed.subgroups.everyone
+                works.append(dist.broadcast(whole, group=group, group_src=sender, async_op=True))
             found.append(whole)
         for work in works:
             work.wait()
@@ -452,5 +444,5 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             if isinstance(value, DTensor):  # its ranks collect it
                 value = value.full_tensor()
             state[name] = torch.empty_like(value, device=placed.device) if value.is_meta else value.contiguous()
-            _broadcast(state[name], placed.subgroups.everyone, placed.group.first).wait()
+            dist.broadcast(state[name], group=placed.subgroups.everyone, group_src=placed.group.first)
     return state
