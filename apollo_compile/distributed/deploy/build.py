@@ -5,7 +5,7 @@
     trace_step(model, batch, loss_fn, names) -> Trace       which modules read whose outputs
     copies_of(trace, cluster, subgroups) -> copies          of every module, divided in every way that has its numbers
     measure(pieces, group, device) -> times                 of every module, forward and backward
-    work_of(model, trace, times, cluster, ...) -> StepWork  what the planner gets
+    work_of(trace, times, copies, cluster, ...) -> StepWork what the planner gets
 
 Every module is timed alone, with the samples that a device of each size of group would have, on all ranks at the same
 time; the slowest rank counts. Where there is a mesh, copies whose layers or state the ranks divide are timed too, with
@@ -114,12 +114,12 @@ def deploy(
             units = torch.cuda.get_device_properties(device).multi_processor_count
         cluster = EqualDevices(devices=size, units=units, memory_bytes=memory, link=link, is_measured=group is not None)
         copies = copies_of(trace, cluster, None if group is None else Subgroups(group, device))
-        times = measure(pieces_of(model, batch, loss_fn, trace, copies, optimizer_states), group, device)
+        times = measure(pieces_of(trace, copies, optimizer_states), group, device)
         plan: list[Any] = [None]
         if group is None or dist.get_rank(group) == 0:
             try:
                 named = None if modules is None else set(names)
-                work = work_of(model, trace, times, copies, cluster, optimizer_states, named)
+                work = work_of(trace, times, copies, cluster, optimizer_states, named)
                 plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
             except ApolloError as error:
                 plan = [error]
@@ -216,6 +216,9 @@ class _Record:
 class CallTrace:
     """The calls of modules in a step."""
 
+    model: nn.Module
+    run: Callable[[], Any]
+    """Runs the forward and the loss."""
     samples: int
     device: torch.device
     calls: list[_Record] = field(default_factory=list)
@@ -229,13 +232,14 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
     tensors = [each for each in leaves_of(batch, torch.Tensor) if each.dim()]
     if not tensors:
         raise DeploymentError("the batch has no tensor with samples")
-    trace = CallTrace(samples=tensors[0].shape[0], device=tensors[0].device)
+    samples, device = tensors[0].shape[0], tensors[0].device
+    trace = CallTrace(model, lambda: loss_fn(_call(model, batch)), samples, device)
     modules = {name: model.get_submodule(name) for name in names}
     own = {name: {"forward": module.forward} if "forward" in vars(module) else {} for name, module in modules.items()}
     for name, module in modules.items():
         module.forward = functools.partial(_record, trace, name, module, module.forward)
     try:
-        loss_fn(_call(model, batch))
+        trace.run()
     finally:
         for name, module in modules.items():
             del module.forward
@@ -369,17 +373,10 @@ Times = Mapping[Hashable, tuple[int, int]]
 """Nanoseconds of forward and backward: of `REST`, the whole step; of (call, way); of ("update", module)."""
 
 
-def pieces_of(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Callable[[Any], torch.Tensor],
-    trace: CallTrace,
-    copies: Copies,
-    optimizer_states: int,
-) -> dict[Hashable, TimedPiece]:
+def pieces_of(trace: CallTrace, copies: Copies, optimizer_states: int) -> dict[Hashable, TimedPiece]:
     """Return what is timed: the step, calls by name and division, updates."""
     units = torch.get_num_threads()
-    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(model, lambda: loss_fn(_call(model, batch)), True, units)}
+    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(trace.model, trace.run, True, units)}
     for record in trace.calls:
         for way, copied in copies[record.module_name].items():
             args, kwargs = _first_part(record.arguments, trace.samples, way)
@@ -463,7 +460,6 @@ def measure(pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | No
 
 
 def work_of(
-    model: nn.Module,
     trace: CallTrace,
     times: Times,
     copies: Copies,
@@ -519,7 +515,7 @@ def work_of(
         return ModuleState(name=name, modes=tuple(modes), pairs=trace.pairs[name])
 
     owned = {id(each) for module in placed.values() for each in module.parameters()}
-    left = [each for each in model.parameters() if id(each) not in owned]
+    left = [each for each in trace.model.parameters() if id(each) not in owned]
     everywhere = mode(REST, Division(devices=cluster.devices, units=cluster.units), left)
     rest_state = ModuleState(name=REST, modes=(everywhere,))
     return StepWork(modules=(*map(state, placed), rest_state), calls=(*calls, last))
