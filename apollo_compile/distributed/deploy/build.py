@@ -21,7 +21,7 @@ import logging
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,10 +38,8 @@ from apollo_compile.distributed.deploy.pairs import are_equal, find_pairs
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.distributed.link import measure_link
 from apollo_compile.errors import ApolloError, DeploymentError
-from apollo_compile.json_form import from_json, to_json
 from apollo_compile.passes.deploy import (
     REST,
-    Deployment,
     DeviceGroup,
     Division,
     EqualDevices,
@@ -99,7 +97,7 @@ def deploy(
         DeploymentError: there are no modules to place, or they share parameters, or there is no link for a simulation.
         InfeasiblePlanError: no plan keeps the memory; the message has the least that is enough.
     """
-    group = group_of(mesh)
+    group = None if isinstance(mesh, int) else group_of(mesh)
     size = mesh if isinstance(mesh, int) else dist.get_world_size(group)
     if isinstance(mesh, int) and link is None:
         raise DeploymentError("a simulation on a number of devices needs a link: pass link=Link(latency, bandwidth)")
@@ -118,16 +116,15 @@ def deploy(
         plan: list[Any] = [None]
         if group is None or dist.get_rank(group) == 0:
             try:
-                named = None if modules is None else set(names)
-                work = work_of(trace, times, copies, cluster, optimizer_states, named)
-                plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
+                work = work_of(trace, times, copies, cluster, optimizer_states, modules)
+                plan = [plan_deployment(work, cluster, seconds=seconds)]
             except ApolloError as error:
                 plan = [error]
     if group is not None:
         dist.broadcast_object_list(plan, group=group, group_src=0)
     if isinstance(plan[0], Exception):
         raise plan[0]
-    return DeploymentPlan(from_json(Deployment, plan[0]))
+    return DeploymentPlan(plan[0])
 
 
 @contextlib.contextmanager
@@ -146,18 +143,17 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 buffer.detach().copy_(before)
 
 
-def group_of(mesh: DeviceMesh | int | None) -> dist.ProcessGroup | None:
-    """Return the group of all devices; None for a simulation."""
-    if isinstance(mesh, int):
-        return None
+def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """Return the group of all devices."""
     if mesh is not None and mesh.ndim != 1:
         raise DeploymentError(f"the mesh has {mesh.ndim} dimensions: expected one")
-    if mesh is None and not dist.is_initialized():
+    group = dist.group.WORLD if mesh is None else mesh.get_group()
+    if group is None:
         raise DeploymentError(
             "there is no process group: call torch.distributed.init_process_group, as under torchrun, or pass "
             "mesh=<number of devices> to simulate"
         )
-    return dist.group.WORLD if mesh is None else mesh.get_group()
+    return group
 
 
 def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
@@ -465,7 +461,7 @@ def work_of(
     copies: Copies,
     cluster: EqualDevices,
     optimizer_states: int,
-    named: set[str] | None,
+    named: Collection[str] | None,
 ) -> StepWork:
     """Return the work of the planner, with the code between the modules as the last call.
 
@@ -476,7 +472,7 @@ def work_of(
     for call in trace.calls:
         by_module[call.module_name] += sum(times[call.name, alone])
     least = LEAST_SHARE * by_module.total()
-    large = {name for name, ns in by_module.items() if ns >= least} if named is None else named
+    large = {name for name, ns in by_module.items() if ns >= least} if named is None else set(named)
     kept = calls_to_place(trace, large)
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")

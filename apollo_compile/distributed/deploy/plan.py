@@ -160,9 +160,7 @@ class DeploymentPlan:
         from apollo_compile.distributed.deploy.apply import apply_deployment
         from apollo_compile.distributed.deploy.build import group_of
 
-        group = group_of(mesh)
-        assert group is not None
-        return apply_deployment(self.deployment, model, group, options)
+        return apply_deployment(self.deployment, model, group_of(mesh), options)
 
     def full_state_dict(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters and buffers of all modules of a model that runs as planned; all ranks call it."""
