@@ -258,17 +258,12 @@ def plan_deployment(work: StepWork, cluster: EqualDevices, *, seconds: float = 1
     found = _to_deployment(work, cluster, fleet, placed.placement, placed.bound)
     usual = found.baselines[0]
     if cluster.is_measured and usual.keeps_memory and found.step_ns > (1 - LEAST_GAIN) * usual.step_ns:
-        return deploy_on(work, cluster, usual.groups, bound_ns=placed.bound)
+        return deploy_on(work, cluster, usual.groups, known=found)
     return found
 
 
 def deploy_on(
-    work: StepWork,
-    cluster: EqualDevices,
-    groups: Sequence[DeviceGroup],
-    *,
-    like: Sequence[WorkInterval] = (),
-    bound_ns: int = 0,
+    work: StepWork, cluster: EqualDevices, groups: Sequence[DeviceGroup], *, known: Deployment | None = None
 ) -> Deployment:
     """Return the deployment on given groups, for example edited ones.
 
@@ -276,8 +271,7 @@ def deploy_on(
         work: the calls of a step.
         cluster: the devices.
         groups: a group for every module.
-        like: bars whose order is tried first.
-        bound_ns: a known lower bound of the step of every deployment.
+        known: another deployment of this work, whose order is tried first and whose bound holds.
 
     Raises:
         ConfigError: a module has no group, or one that it cannot have.
@@ -290,14 +284,14 @@ def deploy_on(
         group = by_name.get(module.name)
         if group is None:
             raise ConfigError(f"module {module.name!r} has no group; there are groups for {', '.join(by_name)}")
-        known = [mode.key for mode in module.modes]
-        if group.key not in known or group.first not in groups_of(fleet, modes[known.index(group.key)]):
+        keys = [mode.key for mode in module.modes]
+        if group.key not in keys or group.first not in groups_of(fleet, modes[keys.index(group.key)]):
             raise ConfigError(
                 f"module {module.name!r} cannot have {group.devices} devices with {group.units} units{group.kind} from "
                 f"device {group.first} on: expected a first device that is a multiple of their number, below "
                 f"{cluster.devices}, and a number of devices out of " + "; ".join(map(str, module.modes))
             )
-        choices.append((known.index(group.key), group.first))
+        choices.append((keys.index(group.key), group.first))
     if not fits(fleet, choices):
         held = memory_of(fleet, choices)
         raise InfeasiblePlanError(
@@ -305,14 +299,15 @@ def deploy_on(
             f"{format_bytes(fleet.memory or 0)}: give its modules to other devices"
         )
     scheduler = Scheduler(fleet)
-    found = [scheduler.best_of_orders(choices)]
-    if like:
-        start_of = {(bar.name, bar.kind): bar.start_ns for bar in like}
+    placement, bound_ns = scheduler.best_of_orders(choices), 0
+    if known is not None:
+        start_of = {(bar.name, bar.kind): bar.start_ns for bar in known.bars}
         starts = [start_of.get((name, kind), 0) for name, _, kind in _labels_of(work)]
-        found.insert(0, scheduler.schedule(choices, scheduler.order_of(starts)))
-    placement = min(found, key=lambda each: each.makespan)
+        again = scheduler.schedule(choices, scheduler.order_of(starts))
+        placement = min(again, placement, key=lambda each: each.makespan)
+        bound_ns = min(known.bound_ns, placement.makespan)
     assert not violations(fleet, placement)
-    return _to_deployment(work, cluster, fleet, placement, min(bound_ns, placement.makespan))
+    return _to_deployment(work, cluster, fleet, placement, bound_ns)
 
 
 # ---------------------------------------------------------------------------------------------- to the planner's fleet
@@ -354,24 +349,22 @@ def _to_fleet(work: StepWork, cluster: EqualDevices) -> Fleet:
                 "multiples of those per replica, with one per replica if it is sharded, and a call of it"
             )
 
-    def duration_ns(name: str, kind: str, index: int, mode: GroupMode) -> int:
-        """Return the time of a task in a mode of its module: work, then its transfers."""
-        seconds = 0.0
-        if kind == "sum":
-            if mode.gradient_bytes:
-                seconds = all_reduce_seconds(mode.gradient_bytes, mode.devices // mode.tensor, cluster.link)
-            return seconds_to_ns(seconds) + mode.update_ns
-        call = work.calls[call_of[name]]
-        own, sent = (call.forward_ns, call.sent_bytes) if kind == "forward" else (call.backward_ns, call.returned_bytes)
-        if sent and cluster.devices > 1:  # all parts begin at once, and every device receives all of them
-            seconds = send_seconds(sent, cluster.link)
-        return own[index] + seconds_to_ns(seconds)
+    def task(call: ModuleCall, own_ns: Sequence[int], num_bytes: int) -> PlacementTask:
+        """Return work and its transfer, whose parts begin at once; every device receives all of them."""
+        is_sent = num_bytes and cluster.devices > 1
+        sent_ns = seconds_to_ns(send_seconds(num_bytes, cluster.link)) if is_sent else 0
+        return PlacementTask(module=module_of[call.module], durations=tuple(ns + sent_ns for ns in own_ns))
 
-    tasks = []
-    for name, module_name, kind in _labels_of(work):
-        modes = work.modules[module_of[module_name]].modes
-        durations = tuple(duration_ns(name, kind, index, mode) for index, mode in enumerate(modes))
-        tasks.append(PlacementTask(module=module_of[module_name], durations=durations))
+    def sum_ns(mode: GroupMode) -> int:
+        """Return the time of a module's sum of gradients, and of the update after it."""
+        seconds = all_reduce_seconds(mode.gradient_bytes, mode.devices // mode.tensor, cluster.link)
+        return mode.update_ns + (seconds_to_ns(seconds) if mode.gradient_bytes else 0)
+
+    tasks = [
+        *(task(call, call.forward_ns, call.sent_bytes) for call in work.calls),
+        *(task(call, call.backward_ns, call.returned_bytes) for call in reversed(work.calls)),
+        *(PlacementTask(module=i, durations=tuple(map(sum_ns, own.modes))) for i, own in enumerate(work.modules)),
+    ]
     arcs, last = [], 2 * len(work.calls) - 1
     for index, call in enumerate(work.calls):
         arcs += [Arc(index, last - index), Arc(last - index, last + 1 + module_of[call.module])]
@@ -440,29 +433,25 @@ def _waves(work: StepWork, fleet: Fleet) -> tuple[tuple[Choice, ...], Fleet]:
 
 def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
     """Return disjoint groups: the module that takes longest gets more devices as long as there are some."""
-    sizes: dict[int, list[tuple[int, int]]] = {}
-    """Numbers of devices that a module may have, smallest first, each with its mode with most units; by module."""
+    sizes: dict[int, list[tuple[int, int, int]]] = {}
+    """Numbers of devices that a module may have, smallest first, with its mode with most units and its time."""
     for module in members:
         modes = sorted((mode.devices, mode.units, -number) for number, mode in enumerate(fleet.modules[module]))
-        sizes[module] = list({devices: -number for devices, _, number in modes}.items())
-    at = dict.fromkeys(members, 0)
-
-    def time_of(module: int, index: int) -> int:
-        return sum(task.durations[sizes[module][index][1]] for task in fleet.tasks if task.module == module)
+        times = [task.durations for task in fleet.tasks if task.module == module]
+        mode_of = {devices: -number for devices, _, number in modes}
+        sizes[module] = [(devices, mode, sum(time[mode] for time in times)) for devices, mode in mode_of.items()]
+    free = fleet.devices - sum(own[0][0] for own in sizes.values())
 
     def can_grow(module: int) -> bool:
-        free, larger = fleet.devices - sum(sizes[each][at[each]][0] for each in members), at[module] + 1
-        return (
-            larger < len(sizes[module])
-            and sizes[module][larger][0] - sizes[module][at[module]][0] <= free
-            and time_of(module, larger) < time_of(module, at[module])
-        )
+        (devices, _, time), *larger = sizes[module]
+        return bool(larger) and larger[0][0] - devices <= free and larger[0][2] < time
 
-    while able := [module for module in members if can_grow(module)]:
-        at[max(able, key=lambda module: (time_of(module, at[module]), -module))] += 1
+    while able := list(filter(can_grow, members)):
+        slowest = max(able, key=lambda module: (sizes[module][0][2], -module))
+        free += sizes[slowest].pop(0)[0] - sizes[slowest][0][0]
     found, first = {}, 0
-    for module in sorted(members, key=lambda each: (-sizes[each][at[each]][0], each)):  # so all groups are aligned
-        devices, mode = sizes[module][at[module]]
+    for module in sorted(members, key=lambda each: (-sizes[each][0][0], each)):  # so all groups are aligned
+        devices, mode, _ = sizes[module][0]
         found[module] = (mode, first)
         first += devices
     return found

@@ -95,7 +95,7 @@ def with_batch(call: Arguments, batch: int) -> Arguments:
     Raises:
         TargetError: no tensor has a dimension, or `batch` is below 1.
     """
-    sizes = Counter(leaf.shape[0] for leaf in leaves_of(call) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    sizes = Counter(leaf.shape[0] for leaf in leaves_of(call, torch.Tensor) if leaf.dim() > 0)
     if not sizes or batch < 1:
         raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
     size = sizes.most_common(1)[0][0]

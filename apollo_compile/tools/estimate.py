@@ -132,11 +132,8 @@ def _describe(name: str, profile: DeviceProfile, sheet: _Sheet, link: Link | Non
 
 
 def _batch_of(target: ModelCall) -> int:
-    sizes = Counter(
-        leaf.shape[0]
-        for leaf in leaves_of((target.args, target.kwargs))
-        if isinstance(leaf, torch.Tensor) and leaf.dim()
-    )
+    inputs = leaves_of((target.args, target.kwargs), torch.Tensor)
+    sizes: Counter[int] = Counter(each.shape[0] for each in inputs if each.dim())
     if not sizes:
         raise TargetError(
             f"{target.name} has no input with a batch dimension: expected a tensor of one or more dimensions"

@@ -9,14 +9,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of nested lists, tuples and mappings, in order."""
-    return list(pytree.tree_leaves(tree))
+def leaves_of(tree: Any, kind: type = object) -> list[Any]:
+    """Return the leaves of a kind in nested lists, tuples and mappings, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
 
 
 def count_tensors(tree: Any) -> int:
     """Return the number of different tensors in a tree."""
-    return len({id(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)})
+    return len(set(map(id, leaves_of(tree, torch.Tensor))))
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

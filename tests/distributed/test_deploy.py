@@ -216,9 +216,9 @@ def test_small_modules_are_code_unless_a_later_module_would_wait_for_them(
     trace = trace_step(model, batch, work.diagonal_loss, [name for name in order if name != "code"])
     cluster = EqualDevices(devices=2, units=1, memory_bytes=None, link=Link(1e-5, 1e10))
     copies = copies_of(trace, cluster, None)
-    pieces = pieces_of(model, batch, work.diagonal_loss, trace, copies, 2)
+    pieces = pieces_of(trace, copies, 2)
     times = {key: (10, 20) if "small" in key else (1000, 2000) for key in pieces}  # type: ignore[operator]
-    found = {call.name: call.inputs for call in work_of(model, trace, times, copies, cluster, 2, named).calls}
+    found = {call.name: call.inputs for call in work_of(trace, times, copies, cluster, 2, named).calls}
     assert found == {**expected, REST: tuple(expected)}
 
 

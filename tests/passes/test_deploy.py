@@ -223,7 +223,7 @@ def test_given_groups_are_predicted_like_planned_ones() -> None:
     """Also in another order."""
     work = towers(100_000, 60_000)
     plan = plan_deployment(work, cluster(2), seconds=3)
-    again = deploy_on(work, cluster(2), plan.groups[::-1], bound_ns=plan.bound_ns)
+    again = deploy_on(work, cluster(2), plan.groups[::-1], known=plan)
     assert again == plan
 
 

@@ -26,11 +26,10 @@ Note [Held calls]
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,16 +44,7 @@ from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import REST, Deployment, DeviceGroup, LinearPair
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.private_attributes import times_written
-from apollo_compile.torch_bridge.trees import flatten, map_leaves, map_tensors
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A tensor of an output, as all ranks have to know it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_tensors
 
 
 class _Placed(DividedModule):
@@ -69,9 +59,9 @@ class _Placed(DividedModule):
         calls: HeldCalls,
     ) -> None:
         super().__init__(module, group, pairs, subgroups)
-        self.original, self.is_inside, self.calls = module.forward, False, calls
-        self.known: dict[Any, Any] = {}
-        """Outputs by inputs, with `_Leaf` in place of tensors."""
+        self.original, self.calls = module.forward, calls
+        self.specs: dict[Any, Any] = {}
+        """Outputs by inputs, with tensors on the device "meta"."""
         self.used: set[Any] = set()
         """Inputs for which all outputs that have gradients got some."""
 
@@ -84,72 +74,58 @@ class _Placed(DividedModule):
 
     def share(self, whole: torch.Tensor) -> list[dist.Work]:
         """Begin to send the parts of a contiguous tensor to all ranks."""
-        parts = [(rank, self.part(whole, rank)) for rank in self.heads]
-        return [_broadcast(part, self.subgroups.everyone, rank) for rank, part in parts]
+        group = self.subgroups.everyone
+        return [dist.broadcast(self.part(whole, n), group=group, group_src=n, async_op=True) for n in self.heads]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module, or receive its output."""
-        if self.is_inside:
+        """Compute the module, or return its outputs, which may be under way."""
+        if self.calls.is_computing:
             return self.original(*args, **kwargs)
         leaves, structure, build = flatten((args, kwargs))
-        likes = [each.like if isinstance(each, Arriving) else each for each in leaves if isinstance(each, torch.Tensor)]
-        samples = next((each.shape[0] for each in likes if each.dim()), 0)
+        tensors = leaves_of(leaves, torch.Tensor)
+        samples = next((each.shape[0] for each in tensors if each.dim()), 0)
         if samples < len(self.heads):
             raise DeploymentError(
                 f"module {self.group.module!r} got {samples} samples for {len(self.heads)} replicas; expected at least "
                 "one for each: give larger batches, or move the module to fewer devices"
             )
-        settings = _Settings.current(self.device.type)
-        kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in likes)
-        plain = tuple(leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves)
+        cast = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
+        settings = _Settings(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast)
+        kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in tensors)
+        plain = tuple(leaf if isinstance(leaf, int | float | str | None) else type(leaf) for leaf in leaves)
         trained = sum(each.requires_grad for each in self.module.parameters())
         key = (structure, kinds, plain, settings, self.module.training, trained)
-        call = _Call(placed=self, leaves=leaves, build=build, samples=samples, settings=settings, key=key)
-        return self.calls.add(call)
+        return self.calls.add(_Call(self, leaves, build, samples, settings, key))
 
     def own_inputs(self, call: _Call) -> Any:
         """Return the arguments of a call with this rank's samples: positional ones, and others by name."""
-        return call.build(
-            [
-                self.part(leaf, self.subgroups.rank)
-                if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (call.samples,)
-                else leaf
-                for leaf in call.leaves
-            ]
-        )
 
-    def compute_own(self, call: _Call) -> Any:
-        """Return what the module makes of this rank's samples."""
-        args, kwargs = self.own_inputs(call)
-        self.is_inside = True
-        try:
-            return self.compute(args, kwargs)
-        finally:
-            self.is_inside = False
+        def own(leaf: Any) -> Any:
+            is_divided = isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (call.samples,)
+            return self.part(leaf, self.subgroups.rank) if is_divided else leaf
 
-    def describe(self, key: Any, made: Any, samples: int) -> Any:
-        """Return the output with `_Leaf` in place of tensors; the first rank of the group tells the others, once."""
-        if key not in self.known:
-            first, is_divided = self.group.first, len(self.heads) > 1
-            count = len(self.part(range(samples), first))
+        return call.build(list(map(own, call.leaves)))
 
-            def leaf(tensor: torch.Tensor) -> _Leaf:
-                shape = tuple(tensor.shape)
-                if is_divided and shape[:1] != (count,):
+    def learn(self, call: _Call, made: Any) -> None:
+        """Let all ranks know the outputs of such calls; the first rank of the group tells the others, once."""
+        if call.key in self.specs:
+            return
+        first, count = self.group.first, len(self.part(range(call.samples), self.group.first))
+
+        def spec(tensor: torch.Tensor) -> torch.Tensor:
+            shape = tuple(tensor.shape)
+            if len(self.heads) > 1:
+                if shape[:1] != (count,):
                     raise DeploymentError(
                         f"module {self.group.module!r} returned a tensor of shape {shape} for {count} samples, so its "
                         "samples cannot be divided over devices; move it to one device"
                     )
-                return _Leaf((samples, *shape[1:]) if is_divided else shape, tensor.dtype, tensor.requires_grad)
+                shape = (call.samples, *shape[1:])
+            return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
-            told = [map_tensors(leaf, made) if self.subgroups.rank == first else None]
-            dist.broadcast_object_list(told, group=self.subgroups.everyone, group_src=first)
-            self.known[key] = told[0]
-        return self.known[key]
-
-
-_PLAIN = (bool, int, float, str, type(None))
-"""Types of arguments on whose values the outputs of a module may depend."""
+        told = [map_tensors(spec, made) if self.subgroups.rank == first else None]
+        dist.broadcast_object_list(told, group=self.subgroups.everyone, group_src=first)
+        self.specs[call.key] = told[0]
 
 
 class _Settings(NamedTuple):
@@ -157,26 +133,11 @@ class _Settings(NamedTuple):
 
     has_gradients: bool
     is_inference: bool
-    device_type: str
-    dtype: torch.dtype
-    """The type of autocast."""
-    is_cast: bool
-
-    @classmethod
-    def current(cls, device_type: str) -> _Settings:
-        """Return the settings at this point."""
-        dtype, is_cast = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device_type, dtype, is_cast)
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Apply them."""
-        autocast = torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_cast)
-        with torch.inference_mode(self.is_inference), torch.set_grad_enabled(self.has_gradients), autocast:
-            yield
+    cast: torch.dtype | None
+    """The type of autocast; None if it is off."""
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Call:
     """A call of a placed module."""
 
@@ -189,25 +150,26 @@ class _Call:
     settings: _Settings
     key: Any
     """Everything on which shapes and types of the outputs depend."""
-    held: list[Arriving] = field(default_factory=list)
-    """Outputs of a call that was held back."""
-    state: list[Any] = field(init=False)
-    """The `current_state` at the time of the call."""
-
-    def __post_init__(self) -> None:
-        self.state = self.current_state()
+    state: Any = None
+    """The `current_state` when it was held back."""
+    output: Any = None
+    """What it returns, with `held` in place of tensors."""
+    held: Sequence[Arriving] = ()
 
     def current_state(self) -> list[Any]:
         """Return how often each input has been written to, and whether the module trains."""
         tensors = [each.plain if isinstance(each, Arriving) else each for each in self.leaves]
-        counts = [times_written(each) for each in tensors if isinstance(each, torch.Tensor)]
-        return [*counts, self.placed.module.training]
+        return [*map(times_written, leaves_of(tensors, torch.Tensor)), self.placed.module.training]
+
+    def hold(self, *waits: Callable[[], Any]) -> None:
+        """Make outputs, which have arrived when `waits` were called and there is a tensor."""
+        self.output = map_tensors(lambda spec: arriving(spec, waits), self.placed.specs[self.key])
+        self.held = leaves_of(self.output, Arriving)
 
     @property
     def may_join(self) -> bool:
         """Whether a graph of several calls gives the parameters the gradients that this call alone would."""
-        specs = flatten(self.placed.known.get(self.key))[0]
-        has_gradients = any(isinstance(spec, _Leaf) and spec.requires_grad for spec in specs)
+        has_gradients = any(each.requires_grad for each in leaves_of(self.placed.specs.get(self.key), torch.Tensor))
         return not self.placed.group.kind and (self.key in self.placed.used or not has_gradients)
 
 
@@ -219,6 +181,8 @@ class HeldCalls:
     """
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
+        self.is_computing = False
+        """Whether placed modules compute what this rank has to."""
         self._options = options
         self._is_open = False
         self._calls: list[_Call] = []
@@ -237,19 +201,16 @@ class HeldCalls:
 
     def add(self, call: _Call) -> Any:
         """Return the outputs of a call."""
-        specs = call.placed.known.get(call.key) if self._is_open else None
-        if specs is None or (self._calls and call.settings != self._calls[0].settings):
+        is_held = self._is_open and call.key in call.placed.specs
+        if not is_held or (self._calls and call.settings != self._calls[0].settings):
             self.begin()
-        if specs is None:
-            return self._run([call])[0]
-        self._calls.append(call)
-
-        def hold(spec: _Leaf) -> Arriving:
-            like = torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
-            call.held.append(arriving(None, like, [self.begin], call.placed.group.module))
-            return call.held[-1]
-
-        return map_leaves(_Leaf, hold, specs)
+        if is_held:
+            call.state = call.current_state()
+            call.hold(self.begin)
+            self._calls.append(call)
+        else:
+            self._run([call])
+        return call.output
 
     def begin(self) -> None:
         """Begin the calls that were held back, level by level."""
@@ -263,15 +224,13 @@ class HeldCalls:
             waiting = {id(output) for call in calls for output in call.held}
             level = [call for call in calls if waiting.isdisjoint(map(id, call.leaves))]
             calls = [call for call in calls if call not in level]
-            with level[0].settings.applied():
-                results = self._run(level)
-            for call, result in zip(level, results, strict=True):
-                found = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Arriving)]
-                for held, here in zip(call.held, found, strict=True):
-                    held.plain, held.like, held.waits = here.plain, here.like, here.waits
+            settings, device = level[0].settings, level[0].placed.device
+            autocast = torch.autocast(device.type, dtype=settings.cast, enabled=settings.cast is not None)
+            with torch.inference_mode(settings.is_inference), torch.set_grad_enabled(settings.has_gradients), autocast:
+                self._run(level)
 
-    def _run(self, calls: Sequence[_Call]) -> list[Any]:
-        """Return the outputs of calls that do not read each other's; all ranks begin the same calls.
+    def _run(self, calls: Sequence[_Call]) -> None:
+        """Begin calls that do not read each other's outputs; all ranks begin the same ones.
 
         Those of modules that share a device have one node of autograd before them and one behind them, on all ranks:
         a graph has one backward, so that the gradient of one output lets all of them run.
@@ -281,32 +240,25 @@ class HeldCalls:
         tokens, made = [], dict[_Call, Any]()
         for group in groups:
             tokens.append(_enter(group))
-            own = [call for call in group if call.placed.is_member]
-            made |= (
-                self._compute_together(own) if len(own) > 1 else {call: call.placed.compute_own(call) for call in own}
-            )
-        found: dict[_Call, Any] = {}
+            made |= self._compute([call for call in group if call.placed.is_member])
         for group, token in zip(groups, tokens, strict=True):
-            found |= _leave(group, token, made)
-        return [found[call] for call in calls]
+            _leave(group, token, made)
 
-    def _compute_together(self, calls: Sequence[_Call]) -> dict[_Call, Any]:
-        """Return what modules make of this rank's samples, computed by one graph."""
-        placed = tuple(call.placed for call in calls)
-        if placed not in self._compiled:
-            together = _Together(placed)
-            self._compiled[placed] = compile_apart(
-                together, backend="apollo", dynamic=False, options=dict(self._options or {})
-            )
-        for each in placed:
-            each.is_inside = True
+    def _compute(self, calls: Sequence[_Call]) -> dict[_Call, Any]:
+        """Return what modules make of this rank's samples; several are computed by one graph."""
+        inputs, placed = [call.placed.own_inputs(call) for call in calls], tuple(call.placed for call in calls)
+        self.is_computing = True
         try:
-            found = self._compiled[placed](
-                [each.summed() for each in placed], [call.placed.own_inputs(call) for call in calls]
-            )
+            if len(calls) <= 1:
+                found = [each.compute(*args, **kwargs) for each, (args, kwargs) in zip(placed, inputs, strict=True)]
+            else:
+                if placed not in self._compiled:
+                    self._compiled[placed] = compile_apart(
+                        _Together(placed), backend="apollo", dynamic=False, options=dict(self._options or {})
+                    )
+                found = self._compiled[placed]([each.summed() for each in placed], inputs)
         finally:
-            for each in placed:
-                each.is_inside = False
+            self.is_computing = False
         return dict(zip(calls, found, strict=True))
 
 
@@ -324,55 +276,44 @@ class _Together(nn.Module):
         return [torch.func.functional_call(module, state, args, kwargs) for module, state, (args, kwargs) in calls]
 
 
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
-    work: dist.Work = dist.broadcast(tensor, group=group, group_src=rank, async_op=True)
-    return work
-
-
 def _enter(calls: Sequence[_Call]) -> torch.Tensor:
     """Let gradients of inputs go to all ranks; return a token that links the outputs to that.
 
     Ranks that do not compute a module do not wait for its inputs.
     """
-    moving: list[tuple[_Call, int]] = []
+    has_gradients, moving = torch.is_grad_enabled(), list[tuple[_Call, int]]()
     for call in calls:
         if call.placed.is_member:
             call.leaves = arrived(call.leaves)
         call.leaves = [each.plain if isinstance(each, Arriving) else each for each in call.leaves]
-        tensors = [(index, each) for index, each in enumerate(call.leaves) if isinstance(each, torch.Tensor)]
-        moving += [(call, index) for index, each in tensors if each.requires_grad]
-    has_gradients = torch.is_grad_enabled()
-    token = torch.zeros((), device=calls[0].placed.device, requires_grad=has_gradients)
-    if has_gradients:
-        owners, inputs = [call for call, _ in moving], [call.leaves[index] for call, index in moving]
-        token, *entered = _Enter.apply(owners, token, *inputs)  # type: ignore[no-untyped-call]
-        for (call, index), value in zip(moving, entered, strict=True):
-            call.leaves[index] = value
+        for index, each in enumerate(call.leaves):
+            if has_gradients and isinstance(each, torch.Tensor) and each.requires_grad:
+                moving.append((call, index))
+    begin = torch.zeros((), device=calls[0].placed.device, requires_grad=has_gradients)
+    inputs = [call.leaves[index] for call, index in moving]
+    token: torch.Tensor
+    token, *entered = _Enter.apply([call for call, _ in moving], begin, *inputs)  # type: ignore[no-untyped-call]
+    for (call, index), value in zip(moving, entered, strict=True):
+        call.leaves[index] = value
     return token
 
 
-def _leave(calls: Sequence[_Call], token: torch.Tensor, made: Mapping[_Call, Any]) -> dict[_Call, Any]:
-    """Begin to send what this rank made of calls, and to receive the rest; return the outputs."""
-    sent: list[tuple[_Call, _Leaf]] = []
+def _leave(calls: Sequence[_Call], token: torch.Tensor, made: Mapping[_Call, Any]) -> None:
+    """Begin to send what this rank made of calls, and to receive the rest, into the outputs of the calls."""
+    sent: list[tuple[_Call, torch.Tensor]] = []
     values: list[torch.Tensor | None] = []
-    trees = {}
     for call in calls:
-        leaves, _, build = flatten(call.placed.describe(call.key, made.get(call), call.samples))
-        trees[call] = leaves, build
-        own = flatten(made[call])[0] if call in made else [None] * len(leaves)
-        sent += [(call, leaf) for leaf in leaves if isinstance(leaf, _Leaf)]
-        values += [value for leaf, value in zip(leaves, own, strict=True) if isinstance(leaf, _Leaf)]
+        call.placed.learn(call, made.get(call))
+        if not call.held:
+            call.hold()
+        specs = leaves_of(call.placed.specs[call.key], torch.Tensor)
+        sent += [(call, spec) for spec in specs]
+        values += leaves_of(made[call], torch.Tensor) if call in made else [None] * len(specs)
     works: list[list[dist.Work]] = []
-    results = iter(_Leave.apply(sent, works, token, *values))  # type: ignore[no-untyped-call]
-    waits = iter(works)
-
-    def output(call: _Call, leaf: Any) -> Any:
-        if not isinstance(leaf, _Leaf):
-            return leaf
-        result = next(results)
-        return arriving(result, result, [work.wait for work in next(waits)], call.placed.group.module)
-
-    return {call: build([output(call, leaf) for leaf in leaves]) for call, (leaves, build) in trees.items()}
+    wholes = _Leave.apply(sent, works, token, *values)  # type: ignore[no-untyped-call]
+    outputs = [output for call in calls for output in call.held]
+    for output, whole, own in zip(outputs, wholes, works, strict=True):
+        output.plain, output.waits = whole, [work.wait for work in own]
 
 
 class _Enter(torch.autograd.Function):
@@ -398,7 +339,8 @@ class _Enter(torch.autograd.Function):
             else:  # every replica has a part of the sum
                 if placed.is_member:
                     dist.all_reduce(whole, group=placed.peers)
-                works.append(_broadcast(whole, placed.subgroups.everyone, placed.group.first))
+                sender, group = placed.group.first, placed.subgroups.everyone
+                works.append(dist.broadcast(whole, group=group, group_src=sender, async_op=True))
             found.append(whole)
         for work in works:
             work.wait()
@@ -411,7 +353,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        sent: Sequence[tuple[_Call, _Leaf]],
+        sent: Sequence[tuple[_Call, torch.Tensor]],
         works: list[list[dist.Work]],
         token: torch.Tensor,
         *values: torch.Tensor | None,
@@ -502,5 +444,5 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             if isinstance(value, DTensor):  # its ranks collect it
                 value = value.full_tensor()
             state[name] = torch.empty_like(value, device=placed.device) if value.is_meta else value.contiguous()
-            _broadcast(state[name], placed.subgroups.everyone, placed.group.first).wait()
+            dist.broadcast(state[name], group=placed.subgroups.everyone, group_src=placed.group.first)
     return state

@@ -1,11 +1,11 @@
 """Tensors that may be under way from other ranks: code goes on until it reads their values.
 
-arriving(plain, like, waits, source) -> Arriving;  arrived(tree) -> tree of plain tensors
+arriving(like, waits, plain, source) -> Arriving;  arrived(tree) -> tree of plain tensors
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,36 +14,37 @@ from apollo_compile.torch_bridge.trees import map_tensors
 
 
 class Arriving(torch.Tensor):
-    """A tensor that may be under way; the first function that reads its values waits for it."""
+    """A tensor of shape and type only; the first function that reads its values waits for another in its place."""
 
     plain: torch.Tensor | None
-    """None as long as the call that makes it is held back."""
-    like: torch.Tensor
-    """A tensor of the same shape and type."""
+    """The tensor in its place; None as long as the call that makes it is held back."""
     waits: list[Callable[[], Any]]
     source: str
-    """Name of the call that makes it."""
+    """Name of the call that makes it, if somebody asks for that."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function on the tensors that have arrived; what it asks of a shape is known before."""
-        if func in _ASK_FOR_SHAPES and isinstance(args[0], Arriving):
-            return func(args[0].like, *args[1:], **kwargs or {})
+        """Run a function on the tensors that have arrived; what it asks of shape and type is known before."""
+        if func in _KNOWN:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         return func(*arrived(args), **arrived(kwargs or {}))
 
 
-_ASK_FOR_SHAPES = (
+_KNOWN = (
     *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__),
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "requires_grad")),
 )
 
 
-def arriving(plain: torch.Tensor | None, like: torch.Tensor, waits: list[Callable[[], Any]], source: str) -> Arriving:
-    """Return a tensor that becomes `plain` when it is used, after some calls."""
-    found = torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(Arriving)  # without values to misread
-    found.plain, found.like, found.waits, found.source = plain, like, waits, source
+def arriving(
+    like: torch.Tensor, waits: Iterable[Callable[[], Any]], plain: torch.Tensor | None = None, source: str = ""
+) -> Arriving:
+    """Return a tensor like another; `plain` is in its place when it is used, after some calls."""
+    empty = torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
+    found = empty.as_subclass(Arriving)
+    found.plain, found.waits, found.source = plain, list(waits), source
     return found
 
 

@@ -5,7 +5,7 @@
     trace_step(model, batch, loss_fn, names) -> CallTrace   which modules read whose outputs
     copies_of(trace, cluster, subgroups) -> copies          of every module, divided in every way that has its numbers
     measure(pieces, group, device) -> times                 of every module, forward and backward
-    work_of(model, trace, times, cluster, ...) -> StepWork  what the planner gets
+    work_of(trace, times, copies, cluster, ...) -> StepWork what the planner gets
 
 Every module is timed alone, with the samples that a device of each size of group would have, on all ranks at the same
 time; the slowest rank counts. Where there is a mesh, copies whose layers or state the ranks divide are timed too, with
@@ -21,7 +21,7 @@ import logging
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,10 +38,8 @@ from apollo_compile.distributed.deploy.pairs import are_equal, find_pairs
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.distributed.link import measure_link
 from apollo_compile.errors import ApolloError, DeploymentError
-from apollo_compile.json_form import from_json, to_json
 from apollo_compile.passes.deploy import (
     REST,
-    Deployment,
     DeviceGroup,
     Division,
     EqualDevices,
@@ -100,7 +98,7 @@ def deploy(
         DeploymentError: there are no modules to place, or they share parameters, or there is no link for a simulation.
         InfeasiblePlanError: no plan keeps the memory; the message has the least that is enough.
     """
-    group = group_of(mesh)
+    group = None if isinstance(mesh, int) else group_of(mesh)
     size = mesh if isinstance(mesh, int) else dist.get_world_size(group)
     if isinstance(mesh, int) and link is None:
         raise DeploymentError("a simulation on a number of devices needs a link: pass link=Link(latency, bandwidth)")
@@ -115,20 +113,19 @@ def deploy(
             units = torch.cuda.get_device_properties(device).multi_processor_count
         cluster = EqualDevices(devices=size, units=units, memory_bytes=memory, link=link, is_measured=group is not None)
         copies = copies_of(trace, cluster, None if group is None else Subgroups(group, device))
-        times = measure(pieces_of(model, batch, loss_fn, trace, copies, optimizer_states), group, device)
+        times = measure(pieces_of(trace, copies, optimizer_states), group, device)
         plan: list[Any] = [None]
         if group is None or dist.get_rank(group) == 0:
             try:
-                named = None if modules is None else set(names)
-                work = work_of(model, trace, times, copies, cluster, optimizer_states, named)
-                plan = [to_json(plan_deployment(work, cluster, seconds=seconds))]
+                work = work_of(trace, times, copies, cluster, optimizer_states, modules)
+                plan = [plan_deployment(work, cluster, seconds=seconds)]
             except ApolloError as error:
                 plan = [error]
     if group is not None:
         dist.broadcast_object_list(plan, group=group, group_src=0)
     if isinstance(plan[0], Exception):
         raise plan[0]
-    return DeploymentPlan(from_json(Deployment, plan[0]))
+    return DeploymentPlan(plan[0])
 
 
 @contextlib.contextmanager
@@ -156,15 +153,13 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
     if nested := [(one, other) for one in names for other in names if other.startswith(f"{one}.")]:
         raise DeploymentError(f"module {nested[0][1]!r} is inside of {nested[0][0]!r}: place one of them")
     owners: dict[nn.Parameter, str] = {}
-    chosen = set(names)
-    for name, module in model.named_modules(remove_duplicate=False):
-        owner = next((each for each in chosen if name == each or name.startswith(f"{each}.")), REST)
-        for parameter in module.parameters(recurse=False):
-            if owners.setdefault(parameter, owner) != owner:
-                raise DeploymentError(
-                    f"{owner!r} and {owners[parameter]!r} share a parameter, which only one of them can have: leave "
-                    "them out of modules"
-                )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((each for each in names if name.startswith(f"{each}.")), REST)
+        if owners.setdefault(parameter, owner) != owner:
+            raise DeploymentError(
+                f"{owner!r} and {owners[parameter]!r} share a parameter, which only one of them can have: leave them "
+                "out of modules"
+            )
     return names
 
 
@@ -198,8 +193,8 @@ class _Record:
     name: str
     module_name: str
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    """Detached positional and keyword arguments."""
     read: frozenset[str]
     """Calls whose outputs code between the modules had read."""
     inputs: frozenset[str]
@@ -214,6 +209,9 @@ class _Record:
 class CallTrace:
     """The calls of modules in a step."""
 
+    model: nn.Module
+    run: Callable[[], Any]
+    """Runs the forward and the loss."""
     samples: int
     device: torch.device
     calls: list[_Record] = field(default_factory=list)
@@ -224,21 +222,21 @@ class CallTrace:
 
 def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> CallTrace:
     """Run the forward and the loss once, and record the calls of modules."""
-    tensors = [each for each in _tensors(batch) if each.dim()]
+    tensors = [each for each in leaves_of(batch, torch.Tensor) if each.dim()]
     if not tensors:
         raise DeploymentError("the batch has no tensor with samples")
-    trace = CallTrace(samples=tensors[0].shape[0], device=tensors[0].device)
+    samples, device = tensors[0].shape[0], tensors[0].device
+    trace = CallTrace(model, lambda: loss_fn(_call(model, batch)), samples, device)
     modules = {name: model.get_submodule(name) for name in names}
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
+    own = {name: {"forward": module.forward} if "forward" in vars(module) else {} for name, module in modules.items()}
     for name, module in modules.items():
         module.forward = functools.partial(_record, trace, name, module, module.forward)
     try:
-        loss_fn(_call(model, batch))
+        trace.run()
     finally:
         for name, module in modules.items():
             del module.forward
-            if (before := own[name]) is not None:
-                module.forward = before
+            vars(module).update(own[name])
     return trace
 
 
@@ -247,7 +245,7 @@ def _record(
 ) -> Any:
     """Run a module's forward, and add the call to the trace."""
     count = sum(call.module_name == name for call in trace.calls)
-    inputs = frozenset(each.source for each in leaves_of((args, kwargs)) if isinstance(each, Arriving))
+    inputs = frozenset(each.source for each in leaves_of((args, kwargs), Arriving))
     read = frozenset(trace.read)
     args, kwargs = map_tensors(lambda each: each.plain if isinstance(each, Arriving) else each, (args, kwargs))
     kept: dict[int, int] = {}
@@ -262,25 +260,19 @@ def _record(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward(*args, **kwargs)
-    own_args, own_kwargs = map_tensors(lambda each: _leaf_like(each, each), (args, kwargs))
     record = _Record(
         name=f"{name}#{count}" if count else name,
         module_name=name,
         module=module,
-        args=own_args,
-        kwargs=own_kwargs,
+        arguments=map_tensors(lambda each: _leaf_like(each, each), (args, kwargs)),
         read=read,
         inputs=inputs,
-        outputs=[each.detach() for each in _tensors(output)],
+        outputs=[each.detach() for each in leaves_of(output, torch.Tensor)],
         saved_bytes=sum(kept.values()),
     )
     trace.calls.append(record)
     note = functools.partial(trace.read.add, record.name)
-    return map_tensors(lambda each: arriving(each, each, [note], record.name), output)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [each for each in leaves_of(tree) if isinstance(each, torch.Tensor)]
+    return map_tensors(lambda each: arriving(each, [note], each, record.name), output)
 
 
 def _leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -300,7 +292,7 @@ class ModuleCopy(NamedTuple):
     """A module whose layers or state are divided, or as it is, and how to call it."""
 
     module: nn.Module
-    run: Callable[[Sequence[Any], dict[str, Any]], Any]
+    run: Callable[..., Any]
 
 
 Copies = Mapping[str, Mapping[Division, ModuleCopy]]
@@ -317,14 +309,14 @@ def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
     degrees = [size for size in sizes if subgroups is not None and size > 1 and not size & (size - 1)]
     for name, module in {call.module_name: call.module for call in trace.calls}.items():
         calls = [call for call in trace.calls if call.module_name == name]
-        trace.pairs[name] = find_pairs(module, calls[0].args, calls[0].kwargs, max(degrees, default=1))
+        trace.pairs[name] = find_pairs(module, *calls[0].arguments, max(degrees, default=1))
         most = max((pair.degree for pair in trace.pairs[name]), default=1)
-        ways = [Division(devices=size, units=share) for share in _shares(trace.device, units) for size in sizes]
+        shares = [units >> power for power in range(3 if trace.device.type == "cpu" else 1) if units >> power]
+        ways = [Division(devices=size, units=share) for share in shares for size in sizes]
         ways += [Division(devices=n, units=units, tensor=t) for n in sizes for t in degrees if t <= most and n % t == 0]
         ways += [Division(devices=n, units=units, is_sharded=True) for n in sizes if degrees and n > 1]
         ways = [way for way in ways if all(_is_divisible(call, trace.samples, way) for call in calls)]
-        whole = ModuleCopy(module, lambda args, kwargs, own=module: own(*args, **kwargs))  # type: ignore[misc]
-        found[name] = {way: whole for way in ways if not way.kind}
+        found[name] = {way: ModuleCopy(module, module) for way in ways if not way.kind}
         for way in ways:
             if subgroups and way.kind and (copied := _divide(calls, way, trace, subgroups)):
                 found[name][way] = copied
@@ -334,7 +326,7 @@ def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
 def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups: Subgroups) -> ModuleCopy | None:
     """Return this rank's part of a module for every group of devices; None, on all ranks, if it cannot run so."""
     name, module, problem = calls[0].module_name, calls[0].module, ""
-    found = ModuleCopy(nn.Identity(), lambda *_: ())  # of a rank without a group
+    found = ModuleCopy(nn.Identity(), lambda *_, **__: ())  # of a rank without a group
     try:
         for first in range(0, subgroups.size - way.devices + 1, way.devices):
             group = DeviceGroup(module=name, first=first, **way.key)
@@ -342,11 +334,12 @@ def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups
             own = copy.deepcopy(module) if is_mine else module
             divided = DividedModule(own, group, trace.pairs[name], subgroups)
             if is_mine:
-                found = ModuleCopy(own, functools.partial(divided.compute, sums=False))
-        for call in calls if found.module is not module else ():
-            args, kwargs = _first_part((call.args, call.kwargs), trace.samples, way)
+                divided.peers = None  # sums of gradients are predicted
+                found = ModuleCopy(own, divided.compute)
+        for call in calls:
+            args, kwargs = _first_part(call.arguments, trace.samples, way)
             with torch.no_grad():
-                output = found.run(args, kwargs)
+                output = found.run(*args, **kwargs)
                 if way.tensor > 1 and output != () and not are_equal(output, module(*args, **kwargs)):
                     problem = "its parts do not sum to its output"
     except Exception as error:  # of any code; all ranks do without this division
@@ -356,11 +349,6 @@ def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups
     if any(problems):
         _logger.info("module %r cannot have devices %s: %s", name, way, max(problems))
     return None if any(problems) else found
-
-
-def _shares(device: torch.device, units: int) -> list[int]:
-    """Return the numbers of units that a module is timed on: all of a device, half and a quarter of a CPU's."""
-    return [units >> power for power in range(3 if device.type == "cpu" else 1) if units >> power]
 
 
 class TimedPiece(NamedTuple):
@@ -378,21 +366,14 @@ Times = Mapping[Hashable, tuple[int, int]]
 """Nanoseconds of forward and backward: of `REST`, the whole step; of (call, way); of ("update", module)."""
 
 
-def pieces_of(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Callable[[Any], torch.Tensor],
-    trace: CallTrace,
-    copies: Copies,
-    optimizer_states: int,
-) -> dict[Hashable, TimedPiece]:
+def pieces_of(trace: CallTrace, copies: Copies, optimizer_states: int) -> dict[Hashable, TimedPiece]:
     """Return what is timed: the step, calls by name and division, updates."""
     units = torch.get_num_threads()
-    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(model, lambda: loss_fn(_call(model, batch)), True, units)}
+    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(trace.model, trace.run, True, units)}
     for record in trace.calls:
         for way, copied in copies[record.module_name].items():
-            args, kwargs = _first_part((record.args, record.kwargs), trace.samples, way)
-            work = functools.partial(copied.run, args, kwargs)
+            args, kwargs = _first_part(record.arguments, trace.samples, way)
+            work = functools.partial(copied.run, *args, **kwargs)
             pieces[record.name, way] = TimedPiece(copied.module, work, way.devices == 1, way.units)
     for module in dict.fromkeys(own.module for ways in copies.values() for own in ways.values()):
         pieces["update", module] = TimedPiece(module, _update_of(module, optimizer_states), True, units)
@@ -413,7 +394,7 @@ def _update_of(module: nn.Module, optimizer_states: int) -> Callable[[], Any]:
 
 def _is_divisible(record: _Record, samples: int, division: Division) -> bool:
     """Return whether samples of a call can be on several replicas, with the same result."""
-    inputs, replicas = _tensors((record.args, record.kwargs)), division.devices // division.tensor
+    inputs, replicas = leaves_of(record.arguments, torch.Tensor), division.devices // division.tensor
     return replicas == 1 or (
         samples % replicas == 0
         and not any(isinstance(each, WITH_STATISTICS) for each in record.module.modules())
@@ -450,7 +431,7 @@ def measure(pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | No
             if group is not None:
                 dist.barrier(group=group)
             watch.begin()
-            outputs = [each for each in _tensors(piece.work()) if each.requires_grad]
+            outputs = [each for each in leaves_of(piece.work(), torch.Tensor) if each.requires_grad]
             watch.end((key, "forward"))
             grads = [torch.ones_like(each) for each in outputs]
             watch.begin()
@@ -472,13 +453,12 @@ def measure(pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | No
 
 
 def work_of(
-    model: nn.Module,
     trace: CallTrace,
     times: Times,
     copies: Copies,
     cluster: EqualDevices,
     optimizer_states: int,
-    named: set[str] | None,
+    named: Collection[str] | None,
 ) -> StepWork:
     """Return the work of the planner, with the code between the modules as the last call.
 
@@ -489,7 +469,7 @@ def work_of(
     for call in trace.calls:
         by_module[call.module_name] += sum(times[call.name, alone])
     least = LEAST_SHARE * by_module.total()
-    large = {name for name, ns in by_module.items() if ns >= least} if named is None else named
+    large = {name for name, ns in by_module.items() if ns >= least} if named is None else set(named)
     kept = calls_to_place(trace, large)
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
@@ -503,7 +483,7 @@ def work_of(
             module=call.module_name,
             inputs=inputs,
             sent_bytes=sum(each.nbytes for each in call.outputs),
-            returned_bytes=sum(each.nbytes for each in _tensors((call.args, call.kwargs)) if each.requires_grad),
+            returned_bytes=sum(each.nbytes for each in leaves_of(call.arguments, torch.Tensor) if each.requires_grad),
             activation_bytes=call.saved_bytes,
             forward_ns=tuple(times[call.name, way][0] for way in copies[call.module_name]),
             backward_ns=tuple(times[call.name, way][1] for way in copies[call.module_name]),
@@ -528,7 +508,7 @@ def work_of(
         return ModuleState(name=name, modes=tuple(modes), pairs=trace.pairs[name])
 
     owned = {id(each) for module in placed.values() for each in module.parameters()}
-    left = [each for each in model.parameters() if id(each) not in owned]
+    left = [each for each in trace.model.parameters() if id(each) not in owned]
     everywhere = mode(REST, Division(devices=cluster.devices, units=cluster.units), left)
     rest_state = ModuleState(name=REST, modes=(everywhere,))
     return StepWork(modules=(*map(state, placed), rest_state), calls=(*calls, last))

@@ -36,18 +36,17 @@ class Subgroups:
         return next((self._made[line] for line in lines if self.rank in line and len(line) > 1), None)
 
 
-def group_of(mesh: DeviceMesh | int | None) -> dist.ProcessGroup | None:
-    """Return the group of all devices; None for a simulation."""
-    if isinstance(mesh, int):
-        return None
+def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """Return the group of all devices."""
     if mesh is not None and mesh.ndim != 1:
         raise DeploymentError(f"the mesh has {mesh.ndim} dimensions: expected one")
-    if mesh is None and not dist.is_initialized():
+    group = dist.group.WORLD if mesh is None else mesh.get_group()
+    if group is None:
         raise DeploymentError(
             "there is no process group: call torch.distributed.init_process_group, as under torchrun, or pass "
             "mesh=<number of devices> to simulate"
         )
-    return dist.group.WORLD if mesh is None else mesh.get_group()
+    return group
 
 
 class DividedModule:
@@ -81,15 +80,15 @@ class DividedModule:
                 sharded.set_gradient_divide_factor(1.0)  # a sum, as of replicas
                 sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
-    def compute(self, args: Sequence[Any], kwargs: dict[str, Any], *, sums: bool = True) -> Any:
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; the backward sums gradients over the replicas.
 
         Raises:
             DeploymentError: ranks of a replica would draw different random numbers.
         """
         before = random_states(self.device) if self.group.tensor > 1 else []
-        own = self.summed() if sums else {}
-        found = torch.func.functional_call(self._call, own, tuple(args), kwargs) if own else self._call(*args, **kwargs)
+        own = self.summed()
+        found = torch.func.functional_call(self._call, own, args, kwargs) if own else self._call(*args, **kwargs)
         if before and not all(map(torch.equal, before, random_states(self.device))):
             raise DeploymentError(
                 f"module {self.group.module!r} draws random numbers, which would differ among {self.group.tensor} "

@@ -97,7 +97,7 @@ def _is_divisible(parent: nn.Module, calls: _Calls, columns: Sequence[str], row:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Return whether tensors of two trees are equal but for the order of sums."""
-    pairs = [[each for each in leaves_of(tree) if isinstance(each, torch.Tensor)] for tree in (one, other)]
+    pairs = [leaves_of(tree, torch.Tensor) for tree in (one, other)]
     return len(pairs[0]) == len(pairs[1]) and all(
         a.shape == b.shape
         and torch.allclose(a, b, rtol=0, atol=torch.finfo(a.dtype).eps ** 0.5 * max(1e-30, b.abs().max().item()))

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-KINDS = ("forward", "backward", "sum")
-"""Kinds of bars."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Content:
-    deployment: Deployment
-
-
-_FORMAT = FileFormat(kind="deployment plan", number=2, content=_Content, max_bytes=64 * 2**20)
-
 
 MUCH_REST = 0.3
 """Share of the step above which the text of a plan says that more modules should be placed."""
@@ -54,12 +43,13 @@ class DeploymentPlan:
         spent: Counter[tuple[str, str]] = Counter()
         for bar in found.bars:
             spent[bar.module, bar.kind] += bar.end_ns - bar.start_ns
+        kinds = ("forward", "backward", "sum")
         rows = [
             (
                 group.module,
                 str(group),
                 f"{group.units} of {cluster.units}",
-                *(format_ns(spent[group.module, kind]) if spent[group.module, kind] else "" for kind in KINDS),
+                *(format_ns(spent[group.module, kind]) if spent[group.module, kind] else "" for kind in kinds),
                 format_bytes(next(mode.state_bytes for mode in module.modes if mode.key == group.key)),
             )
             for group, module in zip(found.groups, found.work.modules, strict=True)
@@ -77,7 +67,7 @@ class DeploymentPlan:
             ratio = baseline.step_ns / found.step_ns if found.step_ns else 1.0
             memory = "" if baseline.keeps_memory else ", which exceeds the memory"
             lines.append(f"{baseline.name}: {format_ns(baseline.step_ns)}, {ratio:.2f} times as long{memory}")
-        rest = sum(spent[REST, kind] for kind in KINDS) / max(1, found.step_ns)
+        rest = sum(spent[REST, kind] for kind in kinds) / max(1, found.step_ns)
         if rest > MUCH_REST:
             lines.append(
                 f"{REST} takes {rest:.0%} of the step on every device: name modules that have this work, modules=[...]"
@@ -117,11 +107,11 @@ class DeploymentPlan:
             replace(group, units=group.units if units is None else units, **own) if group.module == module else group
             for group in found.groups
         ]
-        return DeploymentPlan(deploy_on(found.work, found.cluster, groups, like=found.bars, bound_ns=found.bound_ns))
+        return DeploymentPlan(deploy_on(found.work, found.cluster, groups, known=found))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans give equal bytes. Raises `OSError` if that fails."""
-        _FORMAT.write(Path(path), _Content(deployment=self.deployment))
+        _FORMAT.write(Path(path), self)
 
     @classmethod
     def load(cls, path: str | Path) -> DeploymentPlan:
@@ -138,7 +128,7 @@ class DeploymentPlan:
             raise PlanFileError(
                 f"cannot read a deployment plan from {path}: {error}; expected a file that save() wrote"
             ) from error
-        return cls(deploy_on(found.work, found.cluster, found.groups, like=found.bars, bound_ns=found.bound_ns))
+        return cls(deploy_on(found.work, found.cluster, found.groups, known=found))
 
     def diff(self, other: DeploymentPlan) -> str:
         """Return what differs in another plan: groups, step and memory."""
@@ -179,12 +169,13 @@ class DeploymentPlan:
         from apollo_compile.distributed.deploy.apply import apply_deployment
         from apollo_compile.distributed.deploy.divided import group_of
 
-        group = group_of(mesh)
-        assert group is not None
-        return apply_deployment(self.deployment, model, group, options)
+        return apply_deployment(self.deployment, model, group_of(mesh), options)
 
     def full_state_dict(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters and buffers of all modules of a model that runs as planned; all ranks call it."""
         from apollo_compile.distributed.deploy.apply import full_state_dict
 
         return full_state_dict(model)
+
+
+_FORMAT = FileFormat(kind="deployment plan", number=2, content=DeploymentPlan, max_bytes=64 * 2**20)

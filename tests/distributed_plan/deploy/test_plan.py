@@ -57,7 +57,7 @@ def plan() -> DeploymentPlan:
     places = {"vision": (0, 2, 4), "text": (2, 2, 2), "audio": (2, 2, 2), "a <reader>": (0, 4, 4)}
     groups = [DeviceGroup(module=name, first=at[0], devices=at[1], units=at[2]) for name, at in places.items()]
     cluster = EqualDevices(devices=4, units=4, memory_bytes=1 << 30, link=Link(1e-6, 1e9))
-    return DeploymentPlan(deploy_on(work, cluster, groups, bound_ns=10 * MS))
+    return DeploymentPlan(replace(deploy_on(work, cluster, groups), bound_ns=10 * MS))
 
 
 def test_the_text_has_a_row_per_module_and_the_baselines(plan: DeploymentPlan) -> None:
