@@ -321,6 +321,24 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "CONTRIBUTING.html").exists() and (tmp_path / "benchmarks" / "results" / "lanes.json").exists()
 
 
+def test_the_site_shows_a_report_as_it_looks_now(tmp_path: Path) -> None:
+    """In a site of one page with another report, whose picture is not the one that is kept."""
+    pytest.importorskip("playwright")
+    if shutil.which("chromium") is None:
+        pytest.skip("there is no browser")
+    (tmp_path / "docs" / "reports").mkdir(parents=True)
+    for name in ("hooks.py", "figures.py", "report.png"):
+        shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
+    shutil.copy(ROOT / "docs" / "reports" / "vit.json", tmp_path / "docs" / "reports" / "clip.json")
+    (tmp_path / "docs" / "index.md").write_text("![A report](report.png)\n")
+    (tmp_path / "mkdocs.yml").write_text("site_name: one page\nhooks: [docs/hooks.py]\n")
+    (tmp_path / "apollo_compile").symlink_to(ROOT / "apollo_compile")
+    done = _build_the_site(tmp_path, tmp_path / "site")
+    assert done.returncode == 0, done.stdout
+    shown, kept = (folder / "report.png" for folder in (tmp_path / "site", ROOT / "docs"))
+    assert shown.read_bytes().startswith(b"\x89PNG") and shown.read_bytes() != kept.read_bytes()
+
+
 def test_the_site_does_not_build_with_a_dead_link(tmp_path: Path) -> None:
     """In a copy, whose links to a page, a file outside docs and a heading lead nowhere."""
     copy = tmp_path / "copy"
