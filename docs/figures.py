@@ -1,6 +1,6 @@
-"""Make README's table, the plot, and the picture of a report: `python docs/figures.py` writes them.
+"""Make README's tables, the plot, and the picture of a report: `python docs/figures.py` writes them.
 
-speed_ups() -> every published comparison with Inductor;  table() -> rows of README;  plot() -> docs/speedup.svg
+speed_ups() -> every published comparison with Inductor;  table...() -> rows of README;  plot() -> docs/speedup.svg
 
 `tests/end_to_end/test_docs.py` fails where README or the plot is not what this makes, or has a number of its own.
 """
@@ -10,11 +10,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # reports are those of the checkout, not of an installed package
+
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
@@ -22,6 +26,9 @@ PLOT = ROOT / "docs" / "speedup.svg"
 
 COMPARISONS = ("lanes", "modes", "modes_xeon", "modes_xeon_batch4")
 """Files with steps of forward and backward, each beside Inductor's in turn."""
+
+NUMBER = r"\b\d+\.\d+ ms|\b\d\.\d+(?=x| \.\. | to \d\.\d+ times|\)| times)"
+"""Times, ratios and intervals, as README writes them."""
 
 NAMES = {
     "two_tower": "two towers",
@@ -52,6 +59,12 @@ STEPS = ("steps_policies", "steps_two_tower", "steps_clip", "steps_flava", "step
 HEAD_OF_STEPS = """\
 | step with AdamW | eager | torch.compile | traced step | `compile_step` | over torch.compile (95 %) |
 | --- | ---: | ---: | ---: | ---: | ---: |"""
+
+
+HEAD_ON_A_GPU = """\
+| CLIP on an H200 | reduce-overhead | captured by hand | `compile_step` | over captured by hand (95 %) | it ran |
+| --- | ---: | ---: | ---: | ---: | --- |"""
+VARIANTS_ON_A_GPU = ("reduce-overhead", "captured by hand", "apollo-step")
 
 
 class SpeedUp(NamedTuple):
@@ -119,6 +132,48 @@ def table_of_steps() -> str:
     return "\n".join(rows)
 
 
+def runs_on_a_gpu() -> Iterator[tuple[str, dict[str, float], str, str]]:
+    """Yield version, milliseconds by variant, speed-up over the step captured by hand, and what `compile_step` ran.
+
+    Of every run in which `compile_step` had decided, and of the one that ran its plan without a comparison.
+    """
+    for run in json.loads((RESULTS / "gpu_h200_steps.json").read_text())["runs"]:
+        if "loops_ms" in run:
+            times = {
+                name: statistics.median(run["loops_ms"][name]) for name in ("captured by hand", "compile_step, plan")
+            }
+            by_hand, own = times.values()
+            yield "the last one", {"captured by hand": by_hand, "apollo-step": own}, f"{by_hand / own:.2f}x", "its plan"
+            continue
+        report = run["report"]
+        found = report["workloads"]["clip_b32, batch 32, bf16"]
+        if "apollo-step" in found and found["apollo-step"]["warm_up"]["is_settled"]:
+            times = {name: statistics.median(found[name]["loops_ns"]) / 1e6 for name in VARIANTS_ON_A_GPU}
+            (ratio,) = (
+                each["found"] for each in report["targets"] if each["name"] == "whole step over captured by hand"
+            )
+            winner = found["apollo-step"]["decided"]["ran"][0]
+            ran = "its plan" if winner.startswith("plan") else "the loop"
+            yield f"`{report['facts']['commit'][:7]}`", times, ratio, ran
+
+
+def table_on_a_gpu() -> str:
+    """Return README's table of whole steps on a GPU."""
+    rows = [HEAD_ON_A_GPU]
+    for version, times, ratio, ran in runs_on_a_gpu():
+        shown = [f"{times[name]:.2f} ms" if name in times else "" for name in VARIANTS_ON_A_GPU]
+        if times["apollo-step"] == min(times.values()):
+            shown[-1] = f"**{shown[-1]}**"
+        rows.append(f"| {' | '.join((version, *shown, ratio, ran))} |".replace("|  |", "| |"))
+    return "\n".join(rows)
+
+
+def first_steps() -> list[float]:
+    """Return how many times as long as Inductor's every cold first step took, compiling included; shortest first."""
+    workloads = json.loads((RESULTS / "first_step.json").read_text())["workloads"]
+    return sorted(each["apollo"]["cold_s"] / each["inductor"]["cold_s"] for each in workloads)
+
+
 def predictions() -> str:
     """Return the table of `docs/benchmarks.md` with what `explain` predicts beside what was measured."""
     from apollo_compile.reports.outlook import Outlook, whole_ns_of
@@ -134,7 +189,7 @@ def predictions() -> str:
 
 def known_numbers() -> set[str]:
     """Return all times and ratios of all results, as README writes them."""
-    found = set()
+    found = {f"{ratio:.2f}" for ratio in first_steps()} | set(re.findall(NUMBER, table_on_a_gpu()))
     for path in RESULTS.glob("*.json"):
         for _, each in measurements(path.stem):
             for summary in (result.get("summary") or {} for result in each["results"]):
@@ -147,22 +202,24 @@ def plot() -> str:
     """Return the plot: a row per model and batch, a dot per comparison."""
     found = speed_ups()
     rows = sorted({(each.name, each.batch) for each in found}, key=lambda row: (list(NAMES).index(row[0]), row[1]))
-    left, width, high, first = 190, 560, 18, 44
+    left, width, high, first = 190, 380, 19, 46
     place = {row: first + high * number for number, row in enumerate(rows)}
     bottom = first + high * len(rows)
 
     def x(ratio: float) -> float:
         return round(left + (ratio - 0.9) / 1.2 * width, 1)
 
+    size = left + width + 20, bottom + 14
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {bottom + 14}" role="img" '
-        'font-family="sans-serif" font-size="12" aria-label="Speed-up over torch.compile by model and batch">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
+        f'viewBox="0 0 {size[0]} {size[1]}" role="img" font-family="sans-serif" font-size="13" '
+        'aria-label="Speed-up over torch.compile by model and batch">',
         DARK,
         '<rect width="100%" height="100%" fill="var(--page)"/>',
-        '<text x="8" y="16" font-weight="bold">Speed-up over torch.compile, forward and backward, on 2 cores</text>',
+        '<text x="8" y="16" font-weight="bold">Speed-up over torch.compile, forward and backward</text>',
     ]
     for number, (vendor, color) in enumerate(COLORS.items()):
-        at = left + 330 + 70 * number
+        at = left + 255 + 62 * number
         parts.append(f'<circle cx="{at}" cy="12" r="4" fill="{color}"/><text x="{at + 9}" y="16">{vendor}</text>')
     for tick in (0.9, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0):
         line = "var(--ink)" if tick == 1.0 else "var(--line)"
@@ -202,7 +259,10 @@ def take_screenshot(output: Path, *, width: int = 1280, height: int = 1010, is_d
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(with_table(README.read_text(), table()), table_of_steps()))
+    page = README.read_text()
+    for made in (table(), table_of_steps(), table_on_a_gpu()):
+        page = with_table(page, made)
+    README.write_text(page)
     BENCHMARKS.write_text(with_table(BENCHMARKS.read_text(), predictions()))
     PLOT.write_text(plot())
     take_screenshot(ROOT / "docs" / "report.png")

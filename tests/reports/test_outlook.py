@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,12 +37,19 @@ def measured() -> Iterator[tuple[tuple[str, int], float]]:
 
 
 def test_predictions_are_near_what_was_measured() -> None:
-    """Half of them within 10 %, nine of ten in the spread, and of nineteen of twenty the right side of 1."""
+    """As `docs/benchmarks.md` says: half of them are near, and nineteen of twenty on the right side of 1."""
     outlooks = {(each["model"], each["batch"]): predict(each["serial_ns"], each["predicted_ns"]) for each in PREDICTED}
     pairs = [(outlooks[key].ratio, ratio) for key, ratio in measured() if key in outlooks]
     assert len(pairs) > 40
-    assert statistics.median(abs(told / ratio - 1) for told, ratio in pairs) < 0.10
-    assert sum((told > 1) == (ratio > 1) for told, ratio in pairs) >= 0.95 * len(pairs)
+    errors = sorted(abs(told / ratio - 1) for told, ratio in pairs)
+    num_wrong = sum((told > 1) != (ratio > 1) for told, ratio in pairs)
+    told_by_docs = (
+        f"Half of the predictions are within 7 %, nine of ten within 20 %, and all but {num_wrong} of the {len(pairs)} "
+        "comparisons are on the predicted side of 1"
+    )
+    assert num_wrong <= 0.05 * len(pairs)
+    assert told_by_docs in " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    assert errors[len(errors) // 2] < 0.07 and errors[int(0.9 * len(errors))] < 0.20
     low, high = SPREAD
     assert sum(low <= ratio / told <= high for told, ratio in pairs) >= 0.85 * len(pairs)
 
