@@ -34,6 +34,7 @@ NEEDED_BY = {
     "diffusers": ("dit", "unet"),
     "lerobot": ("lerobot_act", "lerobot_diffusion"),
     "open_clip": ("open_clip",),
+    "peft": ("peft",),
     "pytorch_lightning": ("lightning", "lightning_step"),
     "sentence_transformers": ("sentences",),
     "stable_baselines3": ("sac", "sac_step"),
@@ -110,7 +111,7 @@ def test_every_recipe_is_tested() -> None:
     """And every row of the table has one, or a page of its own."""
     assert RECIPES.keys() == NEEDS.keys()
     rows = [line for line in (ROOT / "docs" / "stacks.md").read_text().splitlines() if line.startswith("| [")]
-    assert len(rows) == 11
+    assert len(rows) == 12
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_the_text_says_which_work_is_not_placed() -> None:
     groups = [DeviceGroup(module=name, first=0, devices=4, units=4) for name in ("vision", REST)]
     for much, hint in ((4 * MS, [f"{REST} takes 67% of the step on every device"]), (MS // 2, [])):
         work = StepWork(modules=tuple(modules), calls=(call("vision", 2 * MS), call(REST, much, inputs=("vision",))))
-        last = str(DeploymentPlan(deploy_on(work, cluster, groups, bound_ns=0))).splitlines()[-1]
+        last = str(DeploymentPlan(deploy_on(work, cluster, groups))).splitlines()[-1]
         assert [line for line in [last.split(":")[0]] if REST in line] == hint
 
 
