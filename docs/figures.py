@@ -40,6 +40,7 @@ NAMES = {
     "vit_control": "ViT (a chain)",
     "act": "ACT (a robot policy)",
     "diffusion_policy": "diffusion policy",
+    "vla": "vision, language, action",
 }
 COLORS = {"AMD": "#5c74ea", "Intel": "#ef6c00"}
 DARK = """<style>
@@ -53,7 +54,10 @@ HEAD = """| forward and backward, batch 4 | eager | torch.compile | max-autotune
 | --- | ---: | ---: | ---: | ---: | ---: |"""
 
 
-STEPS = ("steps_policies", "steps_two_tower", "steps_clip", "steps_flava", "steps_llava", "steps_whisper", "steps_vit")
+STEPS = (
+    *("steps_policies", "steps_vla", "steps_two_tower", "steps_clip", "steps_dropout", "steps_flava"),
+    *("steps_llava", "steps_whisper", "steps_vit"),
+)
 """Files with whole steps, each beside the loop with Inductor in turn."""
 
 HEAD_OF_STEPS = """\

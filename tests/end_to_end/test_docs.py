@@ -218,7 +218,7 @@ def test_what_is_looked_for_in_pages_is_found() -> None:
 
 def test_the_landing_page_fits_on_few_screens() -> None:
     """Tables and stories are on pages of their own."""
-    assert len(README.read_text().splitlines()) <= 162
+    assert len(README.read_text().splitlines()) <= 164
 
 
 NEVER_WHOLE = {
