@@ -6,9 +6,6 @@ faster is the second half of the suite.
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
 import subprocess
 import sys
 import time
@@ -21,13 +18,11 @@ import torch
 
 from apollo_compile.config import load_config
 from apollo_compile.device.gpu.check.examine import (
-    EXTRA_SMS,
     lane_of_atoms,
 )
 from apollo_compile.device.gpu.check.self_check import check_gpu
 from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.run.launch import Launcher, forked
-from apollo_compile.ir import Lane, LaneId
 from apollo_compile.target.check_result import Level
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_step_checks import (
@@ -62,14 +57,9 @@ from benchmarks.workloads.gpu import SHAPES
 LANE_COUNTS = (2, 4, 8)
 """Lanes side by side, each with many small kernels."""
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Tells the driver over how many hardware queues it spreads streams."""
 
 LONGEST_PROCESS_S = 120
 """Seconds after which a process hangs."""
-
-BLOCKS_THAT_FIT = 16
-"""Blocks of one warp that an SM holds at once, on any GPU."""
 
 
 def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
@@ -137,80 +127,6 @@ def many_small_kernels_keep_their_pace(gpu: TorchGpu) -> Outcome:
     later_ns = (times["2 lanes"] - times["1 lane"]) // SMALL_KERNELS
     shown = ", ".join(f"{name} {format_ns(ns // SMALL_KERNELS)}" for name, ns in times.items())
     return Outcome(is_met=later_ns < 1_000, text=f"a kernel on each takes {shown}", numbers=times)
-
-
-def queues_of_the_device_are_enough(gpu: TorchGpu) -> Outcome:
-    """T3: the same with other numbers of hardware queues, each in a process of its own, since CUDA reads it once."""
-    times: dict[str, dict[str, int]] = {}
-    for connections in ("1", None, "32"):
-        environment = {name: value for name, value in os.environ.items() if name != CONNECTIONS}
-        if connections is not None:
-            environment[CONNECTIONS] = connections
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.harness.gpu_lanes", *map(str, LANE_COUNTS)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LONGEST_PROCESS_S,
-            env=environment,
-            cwd=Path(__file__).parents[1],
-        )
-        if done.returncode != 0:
-            return Outcome(is_met=False, text=f"{CONNECTIONS}={connections}: {_last_line(done.stderr)}")
-        times["by default" if connections is None else connections] = json.loads(done.stdout.splitlines()[-1])
-    shown = "; ".join(
-        f"{connections}: "
-        + ", ".join(f"{name} {format_ns(ns // SMALL_KERNELS)}" for name, ns in found.items() if "lane" in name)
-        for connections, found in times.items()
-    )
-    late = (times["by default"]["2 lanes"] - times["32"]["2 lanes"]) // SMALL_KERNELS
-    return Outcome(is_met=late < 1_000, text=f"with queues {shown}", numbers=times)
-
-
-def clusters_fit_into_lanes(gpu: TorchGpu) -> Outcome:
-    """T6: clusters of up to 8 blocks run on lanes of any atoms; cooperative grids that do not fit are told of."""
-    from benchmarks.harness.gpu_kernels import CLUSTERS, launch_clusters
-
-    native, extra = gpu.native, EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
-    if native.compute_capability[0] < 9:
-        return Outcome(is_met=True, text="this GPU has no clusters")
-    times: dict[str, dict[int, int]] = {}
-    strays = []
-    for atoms in ([0], [0, 1, 2], [0, native.num_atoms - 1]):
-        parts = [lane_of_atoms(1, native.atom_sizes, atom, atom + 1).units for atom in atoms]
-        lane = Lane(id=LaneId(1), units=tuple(itertools.chain.from_iterable(parts)))
-        sms = len(lane.units)
-        name = f"{sms} SMs of atoms {', '.join(map(str, atoms))}"
-        out = torch.zeros(4 * sms, dtype=torch.int64, device=gpu.device)
-        times[name] = {}
-        for size in CLUSTERS:
-            times[name][size] = time_on(gpu, lane, partial(launch_clusters, out, size), repeats=5)
-            gpu.synchronize()
-            if len(seen := set(out.tolist())) > sms + extra:
-                strays.append(f"clusters of {size} ran on {len(seen)} SMs of a lane of {name}")
-    shown = "; ".join(
-        f"{name}: " + ", ".join(f"{size} {format_ns(ns)}" for size, ns in found.items())
-        for name, found in times.items()
-    )
-    text = f"clusters of {shown}; {_cooperative_on_a_lane(gpu)}"
-    return Outcome(is_met=not strays, text="; ".join([*strays, text]), numbers={"ns": times})
-
-
-def _cooperative_on_a_lane(gpu: TorchGpu) -> str:
-    """Say what comes of a cooperative kernel with as many blocks as the device can hold, on one atom of it."""
-    from apollo_compile.device.gpu.check.census_kernel import COLUMNS, launch_census
-
-    blocks = gpu.native.num_sms * BLOCKS_THAT_FIT
-    out = torch.zeros(blocks, COLUMNS, dtype=torch.int64, device=gpu.device)
-    launch_census(out, 1_000, is_cooperative=True)
-    gpu.synchronize()
-    try:
-        with torch.cuda.stream(gpu.lane_stream(split_evenly(gpu, gpu.native.num_atoms)[0])):
-            launch_census(out, 1_000, is_cooperative=True)
-        gpu.synchronize()
-    except RuntimeError as error:
-        return f"a cooperative grid of {blocks} blocks is refused on one atom: {_last_line(str(error))}"
-    return f"a cooperative grid of {blocks} blocks is not refused on one atom: a barrier in it would hang"
 
 
 def markers_agree(gpu: TorchGpu) -> Outcome:
@@ -386,9 +302,7 @@ UNTIMED_CHECKS: Mapping[str, Check] = {
 
 TIMED_CHECKS: Mapping[str, Check] = {
     "T1 T6 products": products_scale_with_their_quota,
-    "T6 clusters": clusters_fit_into_lanes,
     "T12 clocks": markers_agree,
-    "T3 queues": queues_of_the_device_are_enough,
 }
 """What times kernels, and is worth its time if some is left."""
 

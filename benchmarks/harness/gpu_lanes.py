@@ -1,15 +1,8 @@
-"""Small programs on lanes of a GPU, written by hand, and their times.
-
-    python -m benchmarks.harness.gpu_lanes 2 4 8
-
-prints `time_small_kernels` of GPU 0 as JSON, as the environment of its process sets the device up.
-"""
+"""Small programs on lanes of a GPU, written by hand, and their times."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -154,7 +147,3 @@ def time_small_kernels(gpu: TorchGpu, counts: Sequence[int]) -> dict[str, int]:
         times[f"{count} lanes"] = time_of(gpu, split_evenly(gpu, count))
         times[f"{count} streams"] = time_of(gpu.sharing(Sharing.FREE), split_evenly(gpu, count))
     return times
-
-
-if __name__ == "__main__":
-    print(json.dumps(time_small_kernels(TorchGpu(0), [int(count) for count in sys.argv[1:]])))

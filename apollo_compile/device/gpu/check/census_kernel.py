@@ -29,10 +29,6 @@ def _note_and_spin(out, spin_ns):  # type: ignore[no-untyped-def]
     tl.store(place + 2, now)
 
 
-def launch_census(out: torch.Tensor, spin_ns: int, *, is_cooperative: bool = False) -> None:
-    """Fill `out`, of shape (blocks, COLUMNS) and int64, on torch's current stream.
-
-    Blocks of a cooperative kernel run all at once; it is an error of the driver if they cannot.
-    """
-    options = {"launch_cooperative_grid": True} if is_cooperative else {}
-    _note_and_spin[(out.shape[0],)](out, spin_ns, num_warps=1, **options)
+def launch_census(out: torch.Tensor, spin_ns: int) -> None:
+    """Fill `out`, of shape (blocks, COLUMNS) and int64, on torch's current stream."""
+    _note_and_spin[(out.shape[0],)](out, spin_ns, num_warps=1)
