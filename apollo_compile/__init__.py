@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from apollo_compile.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from apollo_compile.config import known_options
     from apollo_compile.distributed.deploy.build import deploy
@@ -45,7 +47,6 @@ __all__ = [
     "status",
     "weigh_loss",
 ]
-__version__ = "0.1.0"
 
 _MODULES = {
     "BalancedBatchSampler": "apollo_compile.distributed.loader.sampler",

@@ -41,8 +41,8 @@ import weakref
 from collections import Counter
 from typing import Any, Protocol
 
-from apollo_compile import __version__
 from apollo_compile.errors import RankError
+from apollo_compile.version import __version__
 
 _logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import apollo_compile
 from apollo_compile.config import Config
 from apollo_compile.ir import Capture, Partition
 from apollo_compile.store.profiles import format_profile
 from apollo_compile.target.profile import DeviceProfile
+from apollo_compile.version import __version__
 
 
 def circumstances(*, profile: DeviceProfile, config: Config, machine: Sequence[object], compiler: str) -> str:
@@ -35,7 +35,7 @@ def circumstances(*, profile: DeviceProfile, config: Config, machine: Sequence[o
         compiler: Inductor's settings as text.
     """
     parts = [
-        apollo_compile.__version__,
+        __version__,
         *machine,
         compiler,
         format_profile(profile),
@@ -77,7 +77,7 @@ def digest(parts: object) -> str:
 def _own_code() -> str:
     """Return a digest of this package's code: bundles contain its objects."""
     code = hashlib.sha256()
-    root = Path(apollo_compile.__file__).parent
+    root = Path(__file__).parents[1]
     for path in sorted([*root.rglob("*.py"), *root.glob("_native*")]):
         code.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
     return code.hexdigest()

@@ -31,7 +31,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apollo_compile import __version__
 from apollo_compile.config import load_config
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ApolloError, CallError, ConfigError
@@ -39,6 +38,7 @@ from apollo_compile.json_form import to_json
 from apollo_compile.tools.arguments import positive, split_target
 from apollo_compile.tools.cluster import ACTIONS
 from apollo_compile.units import format_ns, seconds_to_ns
+from apollo_compile.version import __version__
 
 if TYPE_CHECKING:
     from apollo_compile.reports.diff import Side

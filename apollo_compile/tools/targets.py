@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-import apollo_compile
 from apollo_compile.errors import ApolloError, CallError, TargetError
 from apollo_compile.tools.arguments import split_target
 
@@ -165,7 +164,10 @@ def describe_error(error: BaseException, called: object = None) -> str:
 
 
 _NOT_THE_USERS = (
-    *(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, apollo_compile.__file__, os.__file__)),
+    *(
+        f"{place}{os.sep}"
+        for place in (Path(torch.__file__).parent, Path(__file__).parents[1], Path(os.__file__).parent)
+    ),
     "<frozen",
 )
 """Where files begin that belong to torch, to this package, or to Python, with what is installed beside it."""

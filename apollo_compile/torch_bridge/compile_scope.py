@@ -25,7 +25,8 @@ from torch._guards import TracingContext
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.torch_bridge.cpp_wrapper import lane_wrapper
 from apollo_compile.torch_bridge.random_numbers import numbers_at_once
-from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import fixed_scatters
+from apollo_compile.torch_bridge.signatures import check_signatures
+from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import STORE, fixed_scatters
 
 _lock = threading.RLock()
 
@@ -60,6 +61,12 @@ The number of threads is appended, because it decides how many loop levels are p
 """
 
 
+def fixed_code_generator() -> contextlib.AbstractContextManager[None]:
+    """Return the context in which Inductor's C++ code has no known defect; under `compile_lock`."""
+    check_signatures(STORE)
+    return fixed_scatters()
+
+
 @contextlib.contextmanager
 def as_piece() -> Iterator[None]:
     """Hide state of the whole graph, and use cache keys of our own; under `compile_lock`.
@@ -77,7 +84,7 @@ def as_piece() -> Iterator[None]:
         if metadata is not None:
             metadata.bw_donated_idxs = None
         with (
-            fixed_scatters(),
+            fixed_code_generator(),
             numbers_at_once(),
             torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),

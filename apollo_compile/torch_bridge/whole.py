@@ -24,12 +24,13 @@ from apollo_compile.torch_bridge.compile_scope import (
     CACHE_KEY_TAG,
     as_piece,
     compile_lock,
+    fixed_code_generator,
     shared_kwargs,
     within_guards,
 )
 from apollo_compile.torch_bridge.layouts import check_layouts, output_layouts
 from apollo_compile.torch_bridge.upstream_bugs.pooling_divisor import is_left_to_aten
-from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import adds_at_addresses, fixed_scatters
+from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import adds_at_addresses
 
 _Result = TypeVar("_Result")
 
@@ -43,7 +44,7 @@ def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], *
     is_own = kwargs.get("is_backward") or is_fixed
     with (
         compile_lock(),
-        fixed_scatters(),
+        fixed_code_generator(),
         torch.compiler.config.patch(cache_key_tag=f"{tag} {CACHE_KEY_TAG}" if is_own else tag),  # type: ignore[attr-defined]
     ):
         return compile_fx_inner(graph_module, example_inputs, **kwargs)

@@ -18,10 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.device.cpu.execute import Executable
 from apollo_compile.device.cpu.probes import Probe, typical
-from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.ir import KernelKind, Lane, LaneId, Span
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.bodies import compile_bodies
+from apollo_compile.trials import TrialStep, write_program
 
 _MEMORY_BYTES = 16 * 2**20
 """Size of a vector that fits into no cache near a core."""

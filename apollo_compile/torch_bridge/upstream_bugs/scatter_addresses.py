@@ -1,6 +1,6 @@
 """Values that Inductor's C++ code adds at the wrong addresses.
 
-    fixed_scatters()            use a code generator without the defect, while something compiles
+    fixed_scatters()            use a code generator without the defect, while something compiles; check STORE before
     adds_at_addresses(node)     whether the defect can affect an operator
     STORE                       the method of torch that is overridden
 
@@ -12,14 +12,12 @@ y.T[None])` writes to other rows, or beyond the tensor. Here such a store leaves
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.codegen import cpp
-
-from apollo_compile.torch_bridge.signatures import Signatures, check_signatures
 
 _ADDITIONS = (
     "aten.index_put.",
@@ -38,7 +36,10 @@ def adds_at_addresses(node: fx.Node) -> bool:
     return str(node.target).startswith(_ADDITIONS)
 
 
-STORE: Signatures = {(cpp.CppTile2DKernel, "store"): ("self, name, index, value, mode",)}
+STORE: Mapping[tuple[type, str], tuple[str, ...]] = {
+    (cpp.CppTile2DKernel, "store"): ("self, name, index, value, mode",)
+}
+"""Signature of the method that `fixed_scatters` replaces."""
 
 
 @contextlib.contextmanager
@@ -47,7 +48,6 @@ def fixed_scatters() -> Iterator[None]:
     if "index_expr" not in vars(cpp.CppTile2DOverrides):  # then it is added once
         yield
         return
-    check_signatures(STORE)
     tiles: Any = cpp.CppTile2DKernel
     vectors: Any = cpp.CppVecKernel
     wrong = tiles.store

@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Partition, Role
 from apollo_compile.session.step.micro_batch import GraphCode, join_graphs
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.target.target import Contract
+from apollo_compile.trials import TrialStep, write_program
 from tests.reports.test_summary import compilation
 
 WEIGHT, STATISTIC, X = torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2)

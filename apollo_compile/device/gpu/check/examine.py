@@ -28,11 +28,11 @@ import torch
 from apollo_compile.config import cuda_connections
 from apollo_compile.device.gpu.run.gpu import Stream, TorchGpu, atoms_of
 from apollo_compile.device.gpu.run.launch import Launcher
-from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
 from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.lanes import atom_borders
+from apollo_compile.trials import TrialStep, write_program
 from apollo_compile.units import format_ns
 
 NUM_LAUNCHES = 20

@@ -27,10 +27,10 @@ from apollo_compile.device.gpu.run.gpu import BodyFunction, Gpu, Recording
 from apollo_compile.device.gpu.run.launch import Launcher
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.device.gpu.run.torch_capture import TorchRecording, bytes_at
-from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.ir import Lane, LaneId, Program, Role, SegmentGraph
 from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.target import CompiledBody, Contract
+from apollo_compile.trials import TrialStep, write_program
 
 NUM_LEVELS = 12
 """Hand-overs in either direction."""

@@ -17,8 +17,8 @@ import torch
 
 from apollo_compile.device.gpu.run.gpu import BodyFunction, Event, Gpu, Stream
 from apollo_compile.device.gpu.run.launch import Launcher, forked
-from apollo_compile.device.trials import program_in_order
 from apollo_compile.ir import BodyId, Lane, Launch, Observation, Observations, SegmentGraph
+from apollo_compile.trials import program_in_order
 
 UNTIMED_REPLAYS = 2
 TIMED_REPLAYS = 5

@@ -23,10 +23,10 @@ from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.run.launch import Releases, find_releases
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.trials import TrialStep, write_program
 from apollo_compile.ir import BufferId, LaneId, Launch, Program, Role, SegmentGraph
 from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.target.target import CompiledBody, Contract
+from apollo_compile.trials import TrialStep, write_program
 from tests.builders import plan, random_costs, random_plan, seeds
 from tests.device.gpu.arena import ROUNDING
 from tests.device.gpu.fake_gpu import FakeGpu
