@@ -2,10 +2,10 @@
 
     python -m benchmarks.estimates --workloads clip,act,chain --size small --batch 8
 
-Each case runs in processes of its own under torchrun: forward, backward and AdamW, compiled by apollo. Two processes
-use DistributedDataParallel over gloo, and half of the batch each. The number is the median over steps of the slower
-process, after autotuning has settled. Estimates use the link that two processes measure first, and the profile of the
-machine, which `apollo calibrate` measures.
+Each case runs in processes of its own under torchrun: forward, backward and AdamW, by `compile_step`. Two processes use
+DistributedDataParallel over gloo, and half of the batch each. The number is the median step of the slower process,
+after autotuning has settled. Estimates use the link that two processes measure first, and the profile of the machine,
+which `apollo calibrate` measures.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-import apollo_compile  # noqa: F401  # the backend
+import apollo_compile
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.link import measure_link
-from apollo_compile.session import registry
-from apollo_compile.session.private_copy import with_batch
 from apollo_compile.tools.estimate import estimate
 from apollo_compile.tools.targets import ModelCall
+from benchmarks.harness.whole_steps import StepTask, build_task, make_optimizer
 from benchmarks.workloads import build
 
 LINK = "link"
@@ -49,6 +48,7 @@ def measure(name: str, size: str, batch: int, processes: int, cores: int) -> lis
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} with {processes} processes failed: {done.stderr[-2000:]}")
+    print(*(line for line in done.stderr.splitlines() if " on rank " in line), sep="\n", file=sys.stderr)
     numbers: list[float] = json.loads(done.stdout.splitlines()[-1])
     return numbers
 
@@ -70,27 +70,25 @@ def run_child(name: str, size: str, batch: int, cores: int) -> None:
 def train(name: str, size: str, batch: int) -> float:
     """Return the median seconds of a step of the slower rank."""
     ranks = dist.get_world_size()
-    workload = build(name, size, batch=batch)
-    _, inputs = with_batch(((), workload.inputs), batch // ranks)
-    model = torch.compile(workload.model, backend="apollo")
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.AdamW(workload.model.parameters(), fused=True)
+    task = build_task(name=name, size=size, batch=batch // ranks, optimizer="adamw", microbatches=1)
+    assert isinstance(task, StepTask)
+    model = torch.nn.parallel.DistributedDataParallel(task.model) if ranks > 1 else task.model
+    step = apollo_compile.compile_step(model, task.loss_fn, make_optimizer(task))
 
-    def step() -> float:
+    def timed() -> float:
         begin = time.perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        workload.loss(wrapped(**inputs)).backward()
-        optimizer.step()
+        step(task.batch)
         return time.perf_counter() - begin
 
     for _ in range(MOST_WARM_UPS):
         for _ in range(STEPS_OF_A_WARM_UP):
-            step()
-        is_settled = torch.tensor(registry.is_settled(workload.model), dtype=torch.int32)
-        dist.all_reduce(is_settled, op=dist.ReduceOp.MIN)
-        if is_settled:
+            step(task.batch)
+        is_measuring = torch.tensor(apollo_compile.status(step).startswith("measuring"), dtype=torch.int32)
+        dist.all_reduce(is_measuring)
+        if not is_measuring:
             break
-    slower = torch.tensor(statistics.median(step() for _ in range(STEPS)))
+    print(f"{name} on rank {dist.get_rank()}: {apollo_compile.status(step)}", file=sys.stderr, flush=True)
+    slower = torch.tensor(statistics.median(timed() for _ in range(STEPS)))
     dist.all_reduce(slower, op=dist.ReduceOp.MAX)
     return slower.item()
 
