@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -35,6 +36,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
@@ -97,6 +99,18 @@ def test_rooms_and_arrows_are_few_and_no_two_rooms_import_each_other() -> None:
     assert len({room for arrow in found for room in arrow}) <= MOST_ROOMS
     assert len(found) <= MOST_ARROWS
     assert not {arrow for arrow in found if arrow[::-1] in found}
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Not even a folder and the one that it is in; the files beside the rooms are the entrance and what all share."""
+    files = {name_of(path): path for path in FILES}
+    imports = {
+        (path.parent, files[name].parent)
+        for path in FILES
+        for name in imported(tree_of(path))
+        if name in files and PACKAGE not in (path.parent, files[name].parent)
+    }
+    assert not {(own, other) for own, other in imports if own != other and (other, own) in imports}
 
 
 def test_importing_the_package_imports_neither_torch_nor_ortools() -> None:
@@ -317,11 +331,11 @@ BUDGETS = {
     "passes": 2_900,
     "planner": 3_250,
     "reports": 2_600,
-    "session": 5_830,
+    "session": 5_850,
     "store": 850,
     "target": 700,
     "tools": 3_500,
-    "torch_bridge": 5_515,
+    "torch_bridge": 5_520,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
@@ -338,7 +352,7 @@ SEVERAL_DEVICES = (
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_880, 5_910
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_930, 5_910
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 

@@ -1,16 +1,16 @@
-"""Agreement of the ranks on one graph: its plan, and libraries for its matmuls.
+"""Agreement of the ranks on one graph: its plan, and which matmuls oneDNN computes.
 
     Agreement(ranks).enroll(compilation);  Agreement.settle(own) -> Compilation | None
-    Agreement.settle_names(subject, names) -> names
+    Agreement.settle_numbers(subject, numbers) -> numbers
 
-`ranks.py` settles texts under topics; here a text is a list of names, or a plan with its costs. Note [What ranks agree
+`ranks.py` settles texts under topics; here a text is numbers by name, or a plan with its costs. Note [What ranks agree
 on] in `ranks.py` has the reasons.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from apollo_compile.distributed.ranks import MAX_BYTES, Ranks
@@ -61,22 +61,21 @@ class Agreement:
             why = f"{name} cannot run the plan that ranks agreed on: {type(error).__name__}: {error}"
             raise self.ranks.fail(why) from error
 
-    def settle_names(self, subject: str, names: Iterable[str]) -> frozenset[str]:
-        """Return the names that all ranks use instead of their own `names`.
+    def settle_numbers(self, subject: str, own: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the numbers that all ranks use instead of their own.
 
         Raises:
-            RankError: the agreed names are unknown, or cannot be read.
+            RankError: the agreed numbers are unknown, or cannot be read.
         """
-        own = frozenset(names)
         if self.ranks.is_alone:
             return own
-        settled = self.ranks.settle(f"{self.topic}/{subject}", json.dumps(sorted(own)))
+        settled = self.ranks.settle(f"{self.topic}/{subject}", json.dumps(own))
         try:
-            return frozenset(from_json(_Names, {"names": json.loads(settled)}).names)
+            return from_json(_Numbers, {"numbers": json.loads(settled)}).numbers
         except Exception as error:
             raise self.ranks.fail(f"the {subject} that ranks agreed on cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Names:
-    names: tuple[str, ...]
+class _Numbers:
+    numbers: Mapping[str, float]

@@ -1,4 +1,9 @@
-"""Compile the bodies of a graph: choose libraries for matmuls, and compile native code."""
+"""Compile the bodies of a graph: choose libraries for matmuls, and compile native code.
+
+pieces = extract_bodies(traced, compilation)
+choose_libraries(pieces, compilation, config, target, agreement) -> nanoseconds saved; changes the pieces
+compile_code(pieces, traced, compilation, config, target) -> Code
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -13,6 +19,7 @@ from apollo_compile.config import Config
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.ir.text import format_count
 from apollo_compile.target.compilation import Compilation
+from apollo_compile.target.matmul import Matmul
 from apollo_compile.target.target import Code, CompiledBody, Target
 from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
 from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
@@ -23,25 +30,63 @@ from apollo_compile.torch_bridge.traced import TracedGraph
 _logger = logging.getLogger(__name__)
 
 
+BodyGraphs = Sequence[tuple[str, fx.GraphModule, Sequence[Any]]]
+"""Name, graph and example inputs of each body."""
+
+
+def extract_bodies(traced: TracedGraph, compilation: Compilation) -> BodyGraphs:
+    """Return copies of the bodies of a graph."""
+    return [(body.name, *extract_body(traced.graph_module, body)) for body in compilation.partition.bodies]
+
+
+def choose_libraries(
+    pieces: BodyGraphs, compilation: Compilation, config: Config, target: Target, agreement: Agreement
+) -> float:
+    """Let oneDNN compute the matmuls for which it is faster on the cores of their bodies; return the nanoseconds saved.
+
+    All ranks of `agreement` choose the same.
+    """
+    is_possible = config.runtime.onednn and config.runtime.bodies != "eager" and target.has_native_bodies
+    if not (is_possible and may_choose_library()):
+        return 0.0
+    units = [Counter[int]() for _ in pieces]  # that segments of a body are planned on: most of them decide
+    for segment, assignment in zip(compilation.partition.graph.segments, compilation.plan.assignments, strict=True):
+        units[segment.body][assignment.quota.units] += 1
+    bodies = [
+        (piece.graph, count.total(), count.most_common(1)[0][0])
+        for (_, piece, _), count in zip(pieces, units, strict=True)
+    ]
+    with real_tensors():
+        own = target.saved_by_onednn((matmul, cores) for graph, _, cores in bodies for matmul in find_matmuls(graph))
+    saved = agreement.settle_numbers("time saved by oneDNN", {_name(*case): ns for case, ns in own.items()})
+    saved_ns, num_matmuls = 0.0, 0
+    for graph, num_segments, cores in bodies:
+        saved_ns += num_segments * sum(saved.get(_name(matmul, cores), 0.0) for matmul in find_matmuls(graph))
+        num_matmuls += replace_with_onednn(graph, lambda matmul, cores=cores: _name(matmul, cores) in saved)  # type: ignore[misc]
+    if num_matmuls:
+        products = format_count(num_matmuls, "matrix product")
+        _logger.info("%s: oneDNN computes %s of its bodies", compilation.capture.name, products)
+    return saved_ns
+
+
+def _name(matmul: Matmul, cores: int) -> str:
+    return f"{matmul.name} on {cores}"
+
+
 def compile_code(
+    pieces: BodyGraphs,
     traced: TracedGraph,
     compilation: Compilation,
     config: Config,
     target: Target,
-    agreement: Agreement,
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
 ) -> Code:
     """Return the code of all bodies of a graph, and its contract.
 
-    All ranks of `agreement` choose the same libraries. `at` is called with the phase, the number of the body, and the
-    number of bodies.
+    `at` is called with the phase, the number of the body, and the number of bodies.
     """
-    pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return Code(bodies=interpret_bodies(pieces), contract=traced.contract)
-    if config.runtime.onednn and target.has_native_bodies and may_choose_library():
-        at("choosing libraries for matmuls", 0, 0)
-        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, target, agreement)
     is_native = config.runtime.bodies == "native" and target.has_native_bodies
     bodies = compile_bodies(pieces, native=is_native, at=at, **traced.kwargs)
     log_python_bodies(compilation, bodies)
@@ -80,25 +125,3 @@ def log_python_bodies(compilation: Compilation, bodies: Sequence[CompiledBody]) 
             format_count(len(bodies), "body", "bodies"),
             *lost[0],
         )
-
-
-def _choose_libraries(
-    graphs: Sequence[fx.Graph], compilation: Compilation, target: Target, agreement: Agreement
-) -> None:
-    """Let oneDNN compute the matmuls for which it is faster on the number of cores that their bodies run on."""
-    counts = [Counter[int]() for _ in graphs]  # units that segments of a body are planned on: most of them decide
-    for segment, assignment in zip(compilation.partition.graph.segments, compilation.plan.assignments, strict=True):
-        counts[segment.body][assignment.quota.units] += 1
-    with_cores = [(graph, count.most_common(1)[0][0]) for graph, count in zip(graphs, counts, strict=True)]
-    with real_tensors():
-        faster = target.faster_with_onednn(
-            (matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph)
-        )
-    names = agreement.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
-    count = sum(
-        replace_with_onednn(graph, lambda matmul, cores=cores: f"{matmul.name} on {cores}" in names)  # type: ignore[misc]
-        for graph, cores in with_cores
-    )
-    if count:
-        products = format_count(count, "matrix product")
-        _logger.info("%s: oneDNN computes %s of its bodies", compilation.capture.name, products)

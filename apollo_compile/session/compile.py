@@ -30,7 +30,7 @@ from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.progress import Progress
-from apollo_compile.session.bodies import compile_code
+from apollo_compile.session.bodies import BodyGraphs, choose_libraries, compile_code, extract_bodies
 from apollo_compile.session.captured import Revertible, reason_against_capture
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import (
@@ -193,8 +193,11 @@ class GraphCompiler:
             recall=model.warm_start.recall,
         )
         planned = time.perf_counter_ns()
-        num_before = model.num_before if model.ranks.is_alone else 0
-        reason = reason_to_fall_back(compilation, config, num_before=num_before, is_alone=model.ranks.is_alone)
+        pieces = extract_bodies(traced, compilation)
+        saved_ns = choose_libraries(pieces, compilation, config, target, agreement)
+        is_alone = model.ranks.is_alone
+        num_before = model.num_before if is_alone else 0
+        reason = reason_to_fall_back(compilation, config, num_before=num_before, is_alone=is_alone, saved_ns=saved_ns)
         if reason is not None and not model.is_for_step:
             if compilation.finding is None:
                 model.warm_start.keep(compilation, Variant.INDUCTOR, None)
@@ -202,7 +205,7 @@ class GraphCompiler:
         original = clone_graph(traced.whole) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         target.start(compilation.plan.lanes)  # fails before anything is compiled if threads cannot be pinned
-        code, is_compiled = self._compile_code(traced, compilation, agreement, name=name)
+        code, is_compiled = self._compile_code(pieces, traced, compilation, name=name)
         graph = model.load(
             compilation,
             code,
@@ -244,17 +247,17 @@ class GraphCompiler:
             raise UnsupportedGraphError("it takes sizes or objects besides tensors, and a CUDA graph takes tensors")
 
     def _compile_code(
-        self, traced: TracedGraph, compilation: Compilation, agreement: Agreement, *, name: str
+        self, pieces: BodyGraphs, traced: TracedGraph, compilation: Compilation, *, name: str
     ) -> tuple[Code, bool]:
         """Return the code of a graph, and whether it is as the options say: eager bodies if no C++ compiler works."""
         config, target = self._model.config, self._model.target
         try:
             with Progress(f"compiling {name}{self._model.again}") as progress:
-                return compile_code(traced, compilation, config, target, agreement, at=progress.at), True
+                return compile_code(pieces, traced, compilation, config, target, at=progress.at), True
         except Exception as error:
             self._accept_missing_compiler(error)
             in_eager = replace(config, runtime=replace(config.runtime, bodies="eager"))
-            return compile_code(traced, compilation, in_eager, target, agreement), False
+            return compile_code(extract_bodies(traced, compilation), traced, compilation, in_eager, target), False
 
     # ---------------------------------------------------------------------------------------------- by Inductor
 

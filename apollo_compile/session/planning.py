@@ -40,8 +40,8 @@ FEW_PIECES = 2
 """Graphs of one call that are compiled in segments if these may be faster; later ones must save `LEAST_GAIN_NS`."""
 
 LEAST_GAIN = 1.05
-"""Least predicted speed-up of a plan over its segments in turn for which it is compiled on a GPU, and among several
-ranks: there, segments in turn are not faster than Inductor's whole graph."""
+"""Least predicted speed-up of a plan over Inductor's whole graph for which it is compiled where nothing is compared
+(among several ranks), and on a GPU, where segments in turn are not faster."""
 
 LEAST_GAIN_NS = 100_000
 """Least time that the plan of a further graph saves in a call: 10 s of compiling pay off after 100,000 calls."""
@@ -110,7 +110,7 @@ def plan_graph(
 
 
 def reason_to_fall_back(
-    compilation: Compilation, config: Config, *, num_before: int = 0, is_alone: bool = True
+    compilation: Compilation, config: Config, *, num_before: int = 0, is_alone: bool = True, saved_ns: float = 0.0
 ) -> str | None:
     """Return why a graph should fall back to Inductor from the start; None where its plan is worth compiling.
 
@@ -118,7 +118,8 @@ def reason_to_fall_back(
         compilation: its products.
         config: all options.
         num_before: graphs that were compiled before it for the same call of a module or function.
-        is_alone: whether no other rank runs it; several ranks compare nothing, so only a plan with lanes may gain.
+        is_alone: whether no other rank runs it; several ranks compare nothing, so its plan must be predicted to gain.
+        saved_ns: nanoseconds by which oneDNN shortens its matmuls; the plan's times are those with oneDNN.
     """
     if compilation.finding is not None and compilation.finding.verdict is not None:
         has_inductor_won = compilation.finding.variant is Variant.INDUCTOR
@@ -137,7 +138,8 @@ def reason_to_fall_back(
             "that matters by itself"
         )
     if is_captured or not is_alone:
-        return None if plan.serial_ns >= LEAST_GAIN * plan.makespan_ns else _nothing_to_gain(plan)
+        inductor_ns = plan.serial_ns + saved_ns
+        return None if inductor_ns >= LEAST_GAIN * plan.makespan_ns else _nothing_to_gain(plan)
     return None if _may_gain(compilation, config) else _nothing_to_gain(plan)
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from apollo_compile.device.cpu import matmul_libraries
 from apollo_compile.device.cpu import target as cpu_target
-from apollo_compile.device.cpu.matmul_libraries import Libraries
+from apollo_compile.device.cpu.matmul_libraries import Libraries, LibraryTimes
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.session import backend, registry
 from apollo_compile.target.matmul import Matmul
@@ -29,6 +29,10 @@ from tests.end_to_end.models import TwoTowers, two_tower_loss
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 pytestmark = needs_onednn
+
+
+FASTER, SLOWER = LibraryTimes(blas=2e6, onednn=1e6), LibraryTimes(blas=1e6, onednn=2e6)
+"""Times of a product, by which oneDNN saves a millisecond or loses one."""
 
 
 class Layers(nn.Module):
@@ -63,7 +67,7 @@ def train(options: dict[str, Any] | None, mode: str = "train") -> list[torch.Ten
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Compile in segments whatever would be gained, and give every product of at least one operation to oneDNN."""
     monkeypatch.setattr(matmul_libraries, "LEAST_FLOPS", 1)
-    monkeypatch.setattr(matmul_libraries, "_measure_gain", lambda product, cores: 2.0)
+    monkeypatch.setattr(matmul_libraries, "_measure", lambda product, cores: FASTER)
     return {"debug.strict": True, "plan.planner": "serial", "device.cache": tmp_path}
 
 
@@ -104,11 +108,11 @@ def test_in_the_midst_of_a_compile_products_are_measured_on_tensors_with_memory(
     """Forwards compile while tensors are fake."""
     seen: list[tuple[bool, bool]] = []
 
-    def look(product: Matmul, cores: int) -> float:
+    def look(product: Matmul, cores: int) -> LibraryTimes:
         seen.append((isinstance(torch.mm(torch.ones(2, 2), torch.ones(2, 2)), FakeTensor), torch.is_grad_enabled()))
-        return 0.5
+        return SLOWER
 
-    monkeypatch.setattr(matmul_libraries, "_measure_gain", look)
+    monkeypatch.setattr(matmul_libraries, "_measure", look)
     train(options)
     assert set(seen) == {(False, False)}
     assert len(seen) == 9  # one layer is used twice, and its products are alike
@@ -133,7 +137,7 @@ def test_code_that_inductor_keeps_the_same_is_left_to_it(
 ) -> None:
     """Nothing may be measured then. A backward compiles without it: Dynamo resets the setting after every frame."""
     assert may_choose_library()
-    monkeypatch.setattr(matmul_libraries, "_measure_gain", lambda product, cores: pytest.fail("measured"))
+    monkeypatch.setattr(matmul_libraries, "_measure", lambda product, cores: pytest.fail("measured"))
     with inductor_config.patch({"deterministic": True}):
         assert not may_choose_library()
         train(options, "inference")
@@ -213,11 +217,11 @@ def test_products_are_measured_on_as_many_cores_as_the_plan_gives_them(
     """Two towers on a lane each, and what comes before and behind."""
     measured: set[int] = set()
 
-    def measure(product: Matmul, cores: int) -> float:
+    def measure(product: Matmul, cores: int) -> LibraryTimes:
         measured.add(cores)
-        return 0.5
+        return SLOWER
 
-    monkeypatch.setattr(matmul_libraries, "_measure_gain", measure)
+    monkeypatch.setattr(matmul_libraries, "_measure", measure)
     model = TwoTowers()
     own = {**lanes["options"], "device.cache": options["device.cache"]}
     two_tower_loss(torch.compile(model, backend="apollo", options=own)).backward()
@@ -231,13 +235,28 @@ def test_ranks_give_the_same_products_to_onednn(
 ) -> None:
     """Whatever each of them measured; both are in this process. `session/test_planning.py` has what stops a rank."""
 
-    def train_as_rank(store: dist.Store, gain: float) -> int:
+    def train_as_rank(store: dist.Store, times: LibraryTimes) -> int:
         ranks = Ranks(store)
         monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
-        monkeypatch.setattr(matmul_libraries, "_measure_gain", lambda product, cores: gain)
+        monkeypatch.setattr(matmul_libraries, "_measure", lambda product, cores: times)
         return count_products(capfd, lambda: train({**options, "plan.remember": False}))
 
     monkeypatch.setattr(cpu_target, "libraries_in", lambda directory: Libraries(directory))
-    for first, second in ((2.0, 0.5), (0.5, 2.0)):
+    for first, second in ((FASTER, SLOWER), (SLOWER, FASTER)):
         store = dist.HashStore()
-        assert [train_as_rank(store, gain) for gain in (first, second)] == [12 if first > 1 else 0] * 2
+        assert [train_as_rank(store, times) for times in (first, second)] == [12 if first is FASTER else 0] * 2
+
+
+@pytest.mark.parametrize(("times", "falls_back"), [("faster", False), ("slower", True)])
+def test_a_rank_without_lanes_compiles_segments_only_where_onednn_saves_enough(
+    times: str, falls_back: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks compare nothing, so the gain over Inductor's whole graph has to be predicted."""
+    ranks = Ranks(dist.HashStore())
+    monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
+    monkeypatch.setattr(
+        matmul_libraries, "_measure", lambda product, cores: {"faster": FASTER, "slower": SLOWER}[times]
+    )
+    train({**options, "plan.planner": "greedy", "device.units": 1}, "inference")
+    reasons = [reason for _, reason in registry.compiled_models()[-1].fallbacks]
+    assert [reason.startswith("nothing to gain") for reason in reasons] == [True] * falls_back

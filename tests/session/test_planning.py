@@ -106,4 +106,4 @@ def test_libraries_that_another_rank_cannot_name_stop_the_rank() -> None:
     """Which library computes a product shows in the last bits."""
     agreement = Agreement(Ranks(Meddler("{", key="products")), topic="graph")
     with pytest.raises(RankError, match="the products that ranks agreed on cannot be read"):
-        agreement.settle_names("products", ["a", "b"])
+        agreement.settle_numbers("products", {"a": 1.0})

@@ -1,6 +1,6 @@
 """Selection of the library for each matmul: oneDNN where it was measured to be faster on this CPU, else BLAS.
 
-    Libraries(directory).choose(cases) -> the cases for oneDNN; each is measured once, then remembered
+    Libraries(directory).choose(cases) -> what oneDNN saves per case; each is measured once, then remembered
     call_as_bodies(size, cores) -> a call of the libraries that bodies would use, for calibration
 
 oneDNN has a longer call overhead than BLAS and a faster kernel: on an EPYC core with AVX-512, matmuls of 10 us in MKL
@@ -13,11 +13,11 @@ Note [C++ template]: Inductor's own GEMM (`max_autotune_gemm_backends="CPP"`) is
 right matrix that is packed at compile time, but weights in training are inputs. On unpacked matrices it took about
 twice as long as the better library at every measured shape (docs/planning.md, section 7).
 
-There is one file of gains per number of cores, shared by the processes of a machine. It expires as a whole, `MAX_AGE_S`
+There is one file of times per number of cores, shared by the processes of a machine. It expires as a whole, `MAX_AGE_S`
 after its first entry was measured, or when the fingerprint of the machine changes.
 
 Note [large matmuls]: the gain at a matmul of a millisecond holds for larger ones too. So the longest dimension of a
-large matmul is halved until it is below the limits, and many matmuls share one measurement.
+large matmul is halved until it is below the limits, and many matmuls share one measurement, scaled by their operations.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MARGIN = 0.02
 """Share of BLAS's time that oneDNN must save."""
 
 MAX_ENTRIES = 4096
-"""Gains in a file; the youngest are kept."""
+"""Matmuls in a file; the youngest are kept."""
 
 _MEASURE_NS = 20_000_000
 _LEAST_SAMPLES = 5
@@ -77,13 +77,21 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _GainsFile(Dated):
+class LibraryTimes:
+    """How long one matmul takes, in nanoseconds."""
+
+    blas: float
+    onednn: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TimesFile(Dated):
     fingerprint: Fingerprint
-    gains: Mapping[str, float]
-    """Speed-up of oneDNN over BLAS by name of a matmul, the youngest last."""
+    times: Mapping[str, LibraryTimes]
+    """By name of a matmul, the youngest last."""
 
 
-_FORMAT = FileFormat(kind="file of matmul gains", number=1, content=_GainsFile, max_bytes=2**20)
+_FORMAT = FileFormat(kind="file of matmul times", number=2, content=_TimesFile, max_bytes=2**20)
 
 
 class Libraries:
@@ -93,56 +101,56 @@ class Libraries:
         """Store measurements in `directory`, which need not exist yet; None keeps them in this process only."""
         names = "matmul-{key}.json"
         self._store = None if directory is None else Store(directory, _FORMAT, names=names, max_age_s=MAX_AGE_S)
-        self._gains: dict[int, dict[str, float]] = {}
-        """Speed-up of oneDNN over BLAS, by number of cores and name of the matmul."""
+        self._times: dict[int, dict[str, LibraryTimes]] = {}
+        """By number of cores and name of the matmul."""
         self._unable: set[tuple[Matmul, int]] = set()
         """Matmuls and numbers of cores that could not be measured in this process."""
 
-    def choose(self, cases: Iterable[tuple[Matmul, int]]) -> set[tuple[Matmul, int]]:
-        """Return the matmuls and numbers of cores for which oneDNN is faster, after measuring those not yet known.
+    def choose(self, cases: Iterable[tuple[Matmul, int]]) -> dict[tuple[Matmul, int], float]:
+        """Return the matmuls and numbers of cores for which oneDNN is faster, and the nanoseconds that it saves.
 
-        During a compile, call it inside `interpret.real_tensors`.
+        Those not yet known are measured. During a compile, call it inside `interpret.real_tensors`.
         """
-        chosen: set[tuple[Matmul, int]] = set()
-        measured: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        chosen: dict[tuple[Matmul, int], float] = {}
+        measured: defaultdict[int, dict[str, LibraryTimes]] = defaultdict(dict)
         with _lock:
             for matmul, cores in dict.fromkeys(cases):
                 if matmul.flops < LEAST_FLOPS:
                     continue
-                sample, gains = _sample_of(matmul), self._known(cores)
-                gain = gains.get(sample.name)
-                if gain is None and (sample, cores) not in self._unable:
-                    gain = _measure_gain(sample, cores)
-                    if gain is None:
+                sample, known = _sample_of(matmul), self._known(cores)
+                times = known.get(sample.name)
+                if times is None and (sample, cores) not in self._unable:
+                    times = _measure(sample, cores)
+                    if times is None:
                         self._unable.add((sample, cores))
                     else:
-                        gains[sample.name] = measured[cores][sample.name] = gain
-                if gain is not None and gain * (1 - MARGIN) > 1:
-                    chosen.add((matmul, cores))
+                        known[sample.name] = measured[cores][sample.name] = times
+                if times is not None and times.onednn < (1 - MARGIN) * times.blas:
+                    chosen[matmul, cores] = (times.blas - times.onednn) * matmul.flops / sample.flops
             for cores, new in measured.items():
                 self._keep(cores, new)
         return chosen
 
-    def _known(self, cores: int) -> dict[str, float]:
-        if cores not in self._gains:
+    def _known(self, cores: int) -> dict[str, LibraryTimes]:
+        if cores not in self._times:
             kept = None if self._store is None else self._store.read(str(cores)).content
             is_known = kept is not None and kept.fingerprint == machine_fingerprint(cores)
-            self._gains[cores] = dict(kept.gains) if kept is not None and is_known else {}
-        return self._gains[cores]
+            self._times[cores] = dict(kept.times) if kept is not None and is_known else {}
+        return self._times[cores]
 
-    def _keep(self, cores: int, new: Mapping[str, float]) -> None:
-        """Write gains that were just measured, and take over those of other processes."""
+    def _keep(self, cores: int, new: Mapping[str, LibraryTimes]) -> None:
+        """Write times that were just measured, and take over those of other processes."""
         fingerprint = machine_fingerprint(cores)
 
-        def add(before: _GainsFile | None) -> _GainsFile:
+        def add(before: _TimesFile | None) -> _TimesFile:
             if before is None or before.fingerprint != fingerprint:
-                before = _GainsFile(made_at=time.time(), fingerprint=fingerprint, gains={})
-            merged = [*((name, gain) for name, gain in before.gains.items() if name not in new), *new.items()]
-            return replace(before, gains=dict(merged[-MAX_ENTRIES:]))
+                before = _TimesFile(made_at=time.time(), fingerprint=fingerprint, times={})
+            merged = [*((name, times) for name, times in before.times.items() if name not in new), *new.items()]
+            return replace(before, times=dict(merged[-MAX_ENTRIES:]))
 
         if self._store is not None:
             try:
-                self._gains[cores].update(self._store.update(str(cores), add).gains)
+                self._times[cores].update(self._store.update(str(cores), add).times)
             except OSError as error:
                 _logger.info("measured matmuls are not kept: %s; the next process measures them again", error)
 
@@ -182,8 +190,8 @@ def _sample_of(matmul: Matmul) -> Matmul:
     return matmul
 
 
-def _measure_gain(matmul: Matmul, cores: int) -> float | None:
-    """Return the speed-up of oneDNN over BLAS; None if one of them cannot compute the matmul."""
+def _measure(matmul: Matmul, cores: int) -> LibraryTimes | None:
+    """Return the times of both libraries; None if one of them cannot compute the matmul."""
     threads = torch.get_num_threads()
     try:
         if cores != threads:
@@ -198,7 +206,7 @@ def _measure_gain(matmul: Matmul, cores: int) -> float | None:
         if cores != threads:
             torch.set_num_threads(threads)
     _logger.debug("oneDNN is %.2fx as fast as BLAS on %d cores: %s", blas / onednn, cores, matmul.name)
-    return blas / onednn
+    return LibraryTimes(blas=blas, onednn=onednn)
 
 
 def _calls(matmul: Matmul) -> list[Callable[[], object]]:

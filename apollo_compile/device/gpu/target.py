@@ -6,7 +6,7 @@ GpuTarget(gpu, profile, config, device=...) -> Target
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from apollo_compile.config import Config
 from apollo_compile.device.gpu.run.execute import CudaExecutable
 from apollo_compile.device.gpu.run.gpu import Gpu, Sharing
 from apollo_compile.device.gpu.run.memory import ModelMemory
-from apollo_compile.device.trials import program_in_order
 from apollo_compile.ir import Lane, LaneId, Program, Role, SegmentGraph, Variant
 from apollo_compile.json_form import to_json
 from apollo_compile.passes.join import join_segments
@@ -25,6 +24,7 @@ from apollo_compile.target.fingerprint import Fingerprint
 from apollo_compile.target.matmul import Matmul
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.target.target import Code, CompiledBody, Run, Target
+from apollo_compile.trials import program_in_order
 
 
 class GpuTarget:
@@ -82,9 +82,9 @@ class GpuTarget:
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Do nothing: streams are created at the first launch."""
 
-    def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
+    def saved_by_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Mapping[tuple[Matmul, int], float]:
         """Return nothing: oneDNN computes on CPUs."""
-        return ()
+        return {}
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> CudaExecutable:
         """Load the program onto lanes."""

@@ -20,6 +20,7 @@ from apollo_compile.device.cpu.matmul_libraries import (
     MOST_BYTES,
     MOST_FLOPS,
     Libraries,
+    LibraryTimes,
     call_as_bodies,
 )
 from apollo_compile.store.files import MAX_AGE_S
@@ -39,12 +40,17 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matmul, int]]:
     """Return what is measured; oneDNN is twice as fast where there is a bias, else half as fast."""
     found: list[tuple[Matmul, int]] = []
 
-    def measure(product: Matmul, cores: int) -> float:
+    def measure(product: Matmul, cores: int) -> LibraryTimes:
         found.append((product, cores))
-        return 2.0 if product.has_bias else 0.5
+        return times_of(2.0 if product.has_bias else 0.5)
 
-    monkeypatch.setattr(matmul_libraries, "_measure_gain", measure)
+    monkeypatch.setattr(matmul_libraries, "_measure", measure)
     return found
+
+
+def times_of(gain: float) -> LibraryTimes:
+    """Return times by which oneDNN is `gain` times as fast."""
+    return LibraryTimes(blas=1000 * gain, onednn=1000.0)
 
 
 LOSES, WINS = a_matmul(), a_matmul(has_bias=True)
@@ -55,7 +61,7 @@ def test_a_product_is_measured_once_per_number_of_cores(measured: list[Any], tmp
     cases = [(LOSES, 1), (WINS, 1), (WINS, 1), (LOSES, 2)]
     for libraries in (Libraries(tmp_path / "new"), Libraries(tmp_path / "new")):
         for _ in range(2):
-            assert libraries.choose(cases) == {(WINS, 1)}
+            assert libraries.choose(cases) == {(WINS, 1): 1000}
     assert measured == [(LOSES, 1), (WINS, 1), (LOSES, 2)]
 
 
@@ -74,27 +80,28 @@ def test_threads_that_compile_at_once_measure_one_after_the_other(
     """And each product once."""
     inside, seen = threading.Lock(), []
 
-    def measure(product: Matmul, cores: int) -> float:
+    def measure(product: Matmul, cores: int) -> LibraryTimes:
         assert inside.acquire(blocking=False)
         time.sleep(0.001)
         seen.append(product)
         inside.release()
-        return 2.0
+        return times_of(2.0)
 
-    monkeypatch.setattr(matmul_libraries, "_measure_gain", measure)
+    monkeypatch.setattr(matmul_libraries, "_measure", measure)
     libraries, cases = Libraries(tmp_path), [(a_matmul(rows), 1) for rows in range(256, 276)]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(libraries.choose, [cases] * 4)) == [set(cases)] * 4
+        assert list(pool.map(libraries.choose, [cases] * 4)) == [dict.fromkeys(cases, 1000)] * 4
     assert len(seen) == 20
 
 
 def test_small_products_are_left_and_smaller_ones_stand_for_large_ones(measured: list[Any]) -> None:
-    """The borders are numbers of operations and of bytes."""
+    """The borders are numbers of operations and of bytes; the time saved grows with the operations."""
     libraries, small = Libraries(None), a_matmul(4, has_bias=True)
     assert small.flops < LEAST_FLOPS and not libraries.choose([(small, 1)]) and not measured
     large = {(a_matmul(rows, has_bias=True), 1) for rows in (2**20, 2**21)}
-    assert libraries.choose(large) == large
+    saved = libraries.choose(large)
     ((product, _),) = measured
+    assert saved == {(matmul, cores): 1000 * matmul.flops / product.flops for matmul, cores in large}
     assert MOST_FLOPS / 2 < product.flops <= MOST_FLOPS and (product.inner, product.columns) == (64, 128)
     flat = a_matmul(1, inner=2**13, columns=2**14, has_bias=True)
     assert flat.flops > MOST_FLOPS and libraries.choose([(flat, 1)])
@@ -104,7 +111,7 @@ def test_small_products_are_left_and_smaller_ones_stand_for_large_ones(measured:
 @pytest.mark.parametrize(("gain", "is_enough"), [(1 + MARGIN / 2, False), (1 + 2 * MARGIN, True)])
 def test_a_gain_within_noise_is_none(monkeypatch: pytest.MonkeyPatch, gain: float, is_enough: bool) -> None:
     """BLAS is what the user had."""
-    monkeypatch.setattr(matmul_libraries, "_measure_gain", lambda product, cores: gain)
+    monkeypatch.setattr(matmul_libraries, "_measure", lambda product, cores: times_of(gain))
     assert bool(Libraries(None).choose([(LOSES, 1)])) == is_enough
 
 
@@ -117,7 +124,7 @@ def change(path: Path, **changes: Any) -> None:
     "spoil",
     [
         pytest.param(lambda path: path.write_text("[]"), id="another kind"),
-        pytest.param(lambda path: change(path, gains={"a": "b"}), id="a word"),
+        pytest.param(lambda path: change(path, times={"a": "b"}), id="a word"),
         pytest.param(lambda path: change(path, made_at=time.time() - MAX_AGE_S - 1), id="too old"),
         pytest.param(
             lambda path: change(path, fingerprint={**json.loads(path.read_text())["fingerprint"], "torch": "1.0"}),
@@ -144,7 +151,7 @@ def test_old_measurements_make_room(measured: list[Any], tmp_path: Path, monkeyp
         libraries.choose([(a_matmul(rows), 1)])
         content = json.loads((tmp_path / "matmul-1.json").read_text())
         dates.add(content["made_at"])
-    assert [name.partition("x")[0] for name in content["gains"]] == ["300", "400", "500"] and len(dates) == 1
+    assert [name.partition("x")[0] for name in content["times"]] == ["300", "400", "500"] and len(dates) == 1
 
 
 @pytest.mark.parametrize(("folder", "count"), [(None, 1), ("file", 2)], ids=["none", "a file"])
@@ -154,21 +161,21 @@ def test_without_a_directory_every_process_measures(
     """It is known in one process only; where a file is in the place of the directory, too."""
     (tmp_path / "file").write_text("")
     libraries = [Libraries(folder and tmp_path / folder) for _ in range(count)]
-    assert [each.choose([(WINS, 1)]) for each in 2 * libraries] == 2 * count * [{(WINS, 1)}]
+    assert [each.choose([(WINS, 1)]) for each in 2 * libraries] == 2 * count * [{(WINS, 1): 1000}]
     assert len(measured) == count and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("right", [False, True])
 def test_a_measurement_leaves_threads_as_they_were(left: bool, right: bool, tmp_path: Path) -> None:
-    """It takes place, and gives a ratio of times."""
+    """It takes place, and gives two times."""
     threads = torch.get_num_threads()
     product = a_matmul(is_left_transposed=left, is_right_transposed=right, has_bias=right)
     Libraries(tmp_path).choose([(product, threads + 1)])
     assert torch.get_num_threads() == threads
     (path,) = tmp_path.glob("matmul-*.json")
-    (gain,) = json.loads(path.read_text())["gains"].values()
-    assert 0.01 < gain < 100
+    (times,) = json.loads(path.read_text())["times"].values()
+    assert 0.01 < times["blas"] / times["onednn"] < 100
 
 
 def test_what_a_library_cannot_compute_stays_with_blas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -194,15 +201,15 @@ def test_a_calibration_calls_the_libraries_of_bodies(
     asked: list[tuple[str, int]] = []
     called: list[bool] = []
 
-    def measure(matmul: Matmul, cores: int) -> float:
+    def measure(matmul: Matmul, cores: int) -> LibraryTimes:
         asked.append((matmul.name, cores))
-        return gains[matmul.is_left_transposed]
+        return times_of(gains[matmul.is_left_transposed])
 
     def call_onednn(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         called.append(bias is None)
         return torch.nn.functional.linear(value, weight, bias)
 
-    monkeypatch.setattr(matmul_libraries, "_measure_gain", measure)
+    monkeypatch.setattr(matmul_libraries, "_measure", measure)
     monkeypatch.setattr(matmul_libraries, "call_onednn", call_onednn)
     results: Any = call_as_bodies(128, 2)()
     assert asked == [("128x128 128x128T+bias", 2), ("128x128T 128x128", 2)]
