@@ -10,7 +10,7 @@ times for one micro-batch, `ModelTimes`. The step is the sum of
     bubbles     one forward one backward: the stages before the slowest one fill up, those after it drain
     tensors     all-reduces of activations, one per two matrix products
     transfers   activations, and their gradients, from stage to stage
-    gradients   an all-reduce over the replicas; on GPUs, only what the backward cannot hide
+    gradients   an all-reduce of every bucket over the replicas; on GPUs, only what the backward cannot hide
     update      Adam: gradient and two moments are read, two moments and the weight are read and written
 
 Memory per device: weight, gradient and two moments, the activations of the micro-batches in flight, and the largest
@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, send_seconds
+from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, bucket_bytes, send_seconds
 
 COPIES = 4
 """Weight, gradient and two moments."""
@@ -226,9 +226,10 @@ def _tensor_seconds(layer: Layer, tensor: int, device: Device) -> float:
 def _gradient_seconds(weight_bytes: float, data: int, device: Device, link: Link, backward_s: float) -> float:
     if data == 1:
         return 0.0
-    whole_s = all_reduce_seconds(weight_bytes, data, link)
     if not device.hides_gradients:
-        return whole_s
+        buckets = max(1, round(weight_bytes / bucket_bytes(round(weight_bytes))))
+        return buckets * all_reduce_seconds(weight_bytes / buckets, data, link)
+    whole_s = all_reduce_seconds(weight_bytes, data, link)
     return max(whole_s - backward_s, all_reduce_seconds(min(weight_bytes, BUCKET_BYTES), data, link))
 
 

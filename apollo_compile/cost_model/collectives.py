@@ -3,6 +3,7 @@
     Link(latency, bandwidth)                    one direction between two neighbours of a ring
     all_reduce_seconds(num_bytes, ranks, link)
     send_seconds(num_bytes, link)
+    bucket_bytes(num_bytes)                     size at which a step sends gradients
 
 A ring of n ranks moves its data in n pieces. In one round every rank sends one piece to its neighbour, which takes
 latency + bytes / n / bandwidth. An all-gather and a reduce-scatter take n - 1 rounds each, and an all-reduce is one
@@ -36,6 +37,18 @@ class Link:
 
 GLOO = Link(latency=100e-6, bandwidth=2e9)
 """Assumed between processes of one machine over gloo, where nothing is measured."""
+
+
+_LEAST_BUCKET_BYTES = 2**20
+"""A smaller bucket takes almost as long."""
+
+_MOST_BUCKETS = 16
+"""Limit of the buckets of a step: they are segments to plan, and only the last ones cannot overlap the backward."""
+
+
+def bucket_bytes(num_bytes: int) -> int:
+    """Return the size at which a step of `compile_step` sends a bucket, if all its gradients have `num_bytes`."""
+    return max(_LEAST_BUCKET_BYTES, num_bytes // _MOST_BUCKETS)
 
 
 def send_seconds(num_bytes: float, link: Link) -> float:

@@ -27,7 +27,7 @@ from apollo_compile.device.cpu.execute import available_units
 from apollo_compile.errors import TargetError
 from apollo_compile.store.profiles import default_profile, load_profile
 from apollo_compile.target.profile import DeviceProfile, limit_units
-from apollo_compile.tools.model_times import TracedModel
+from apollo_compile.tools.model_times import TracedModel, slowdown_beside
 from apollo_compile.tools.targets import ModelCall
 from apollo_compile.torch_bridge.trees import leaves_of
 from apollo_compile.units import NS_PER_S, format_bytes, format_ns
@@ -101,7 +101,9 @@ def estimate(
         times_of = functools.cache(functools.partial(model.times, profile))
         for count in sorted(set(counts)):
             is_crowded = profile.kind == "cpu" and 1 < count <= device.per_node
-            cells += cells_of(functools.partial(times_of, is_crowded), device, count, batch)
+            shares = slowdown_beside(profile, 1.0, 1.0) if is_crowded else 1.0
+            own = replace(device, update_bytes_per_s=device.update_bytes_per_s / shares)
+            cells += cells_of(functools.partial(times_of, is_crowded), own, count, batch)
     return Estimate(name=target.name, batch=batch, cells=tuple(cells), sources=sources)
 
 

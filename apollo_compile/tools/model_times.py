@@ -141,13 +141,13 @@ def _pieces(graph: SegmentGraph, profile: DeviceProfile, is_crowded: bool) -> It
         ]
         divided = sum(ns for ns, kernel in kernels if kernel.kind in _DIVISIBLE)
         share = divided / all_ns if (all_ns := sum(ns for ns, _ in kernels)) else 0.0
-        slowdown = _slowdown(profile, mode.memory_share, memory) if is_crowded else 1.0
+        slowdown = slowdown_beside(profile, mode.memory_share, memory) if is_crowded else 1.0
         seconds = slowdown * mode.duration_ns / NS_PER_S
         yield _Piece(graph, segment, mode, seconds, share * seconds)
 
 
-def _slowdown(profile: DeviceProfile, own: float, other: float) -> float:
-    """Return the factor beside a rank whose time is waiting for memory to the share of `other`."""
+def slowdown_beside(profile: DeviceProfile, own: float, other: float) -> float:
+    """Return how many times longer work takes beside a rank; numbers are shares of their time that wait for memory."""
     arithmetic, memory = (row[0] * (1 - other) + row[1] * other for row in profile.slowdown)
     return arithmetic * (1 - own) + memory * own
 

@@ -82,10 +82,13 @@ def test_devices_divide_samples_layers_and_tensors() -> None:
 
 
 def test_a_slow_link_bounds_the_step() -> None:
-    """8 MiB at 10 MB/s take longer than anything else; cores of a CPU do not hide them."""
+    """8 MiB at 10 MB/s take longest; cores of a CPU do not hide them, and every bucket has a latency."""
     slow = replace(GPU, link=Link(1e-6, 1e7), node_link=Link(1e-6, 1e7), hides_gradients=False)
     cell = only(cells_of(times, slow, 2, 32), 1)
     assert cell.bound == "gradient sums" and cell.step_s > 8 * 2**20 / 1e7
+    late = replace(slow, link=Link(1e-3, 1e7), node_link=Link(1e-3, 1e7))
+    waits = 8 * 2  # eight buckets of a megabyte, each twice around the ring
+    assert only(cells_of(times, late, 2, 32), 1).step_s - cell.step_s == pytest.approx(waits * (1e-3 - 1e-6))
 
 
 def test_tensors_are_not_divided_over_nodes() -> None:

@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from apollo_compile.cost_model.collectives import GLOO, Link, all_reduce_seconds, reduce_scatter_seconds
+from apollo_compile.cost_model.collectives import GLOO, Link, all_reduce_seconds, bucket_bytes, reduce_scatter_seconds
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.link import measure_link
 from apollo_compile.distributed.ranks import Ranks, find_ranks
@@ -61,12 +61,6 @@ from apollo_compile.units import NS_PER_S
 
 if TYPE_CHECKING:
     from apollo_compile.torch_bridge.sharded import ShardedModel
-
-_LEAST_BYTES = 2**20
-"""Size at which a bucket is full, if that is below DDP's `bucket_cap_mb`: a smaller one takes almost as long."""
-
-_MOST_BUCKETS = 16
-"""Limit of the buckets of a model: they are segments to plan, and only the last ones cannot overlap the backward."""
 
 Propose = Callable[[], Sequence[torch.Tensor]]
 """Returns parameters in the order in which their gradients are final."""
@@ -194,9 +188,8 @@ class DataParallel:
 
     @property
     def _least_bytes(self) -> int:
-        """Size at which a bucket is full."""
-        total = sum(each.nbytes for each in self._parameters)
-        return min(self._replicas.bucket_bytes_cap, max(_LEAST_BYTES, total // _MOST_BUCKETS))
+        """Size at which a bucket is full: DDP's `bucket_cap_mb`, or less."""
+        return min(self._replicas.bucket_bytes_cap, bucket_bytes(sum(each.nbytes for each in self._parameters)))
 
     def _settle_buckets(self, propose: Propose) -> Sequence[Sequence[int]]:
         """Return parameters by bucket, by their index, as the first rank to arrive proposes."""
