@@ -2,6 +2,9 @@
 
     discover_profile(units, cache_dir=...) -> DeviceProfile
 
+Each of several ranks has a share of the cores, for which nobody calibrates. So the calibrated profile of more cores of
+the machine serves fewer of them, too.
+
 Without a calibrated profile, a quick measurement on one thread (matmuls by BLAS and as in bodies, a vector addition,
 about 0.1 s) scales the packaged profile, and the result is cached. It uses one thread, because a second OpenMP thread
 team slows every later parallel region. Another process on the core makes the device look slow, so a round counts as
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +29,7 @@ from apollo_compile.device.cpu.machine import cpu_model, machine_fingerprint
 from apollo_compile.ir import KernelKind
 from apollo_compile.store.files import FileState
 from apollo_compile.store.profiles import cached_profile_path, default_profile, inspect_profile, save_profile
-from apollo_compile.target.profile import DeviceProfile, Rate
+from apollo_compile.target.profile import DeviceProfile, Rate, limit_units
 from apollo_compile.units import NS_PER_S
 
 _logger = logging.getLogger(__name__)
@@ -50,6 +54,9 @@ def discover_profile(units: int, *, cache_dir: Path | None = None) -> DeviceProf
         return _scale_default(units)[0]
     path, fingerprint = cached_profile_path(cache_dir, units), machine_fingerprint(units)
     found = inspect_profile(path, fingerprint)
+    calibrated = None if _is_calibrated(found.content) else _calibrated_for_more(units, cache_dir)
+    if calibrated is not None:
+        return limit_units(calibrated, units)
     if found.content is not None:
         return found.content
     if found.state is not FileState.MISSING:
@@ -68,6 +75,19 @@ def discover_profile(units: int, *, cache_dir: Path | None = None) -> DeviceProf
         except OSError as error:
             _logger.info("the measured device profile is not kept: %s", error)
     return profile
+
+
+def _is_calibrated(profile: DeviceProfile | None) -> bool:
+    return profile is not None and profile.source == "measured"
+
+
+def _calibrated_for_more(units: int, cache_dir: Path) -> DeviceProfile | None:
+    """Return the calibrated profile of the fewest cores above `units`; None if there is none."""
+    for more in range(units + 1, (os.cpu_count() or 1) + 1):
+        path = cached_profile_path(cache_dir, more)
+        if path.exists() and _is_calibrated(found := inspect_profile(path, machine_fingerprint(more)).content):
+            return found
+    return None
 
 
 # -------------------------------------------------------------------------------------------- quick measurement

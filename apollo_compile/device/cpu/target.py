@@ -41,6 +41,8 @@ class CpuTarget:
         device = self._config.device
         if device.profile is not None or device.cache is None:
             return device.profile is not None
+        if self.profile.source == "measured":
+            return True
         path = cached_profile_path(device.cache, self.profile.units)
         return inspect_profile(path, machine_fingerprint(self.profile.units)).content == self.profile
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from apollo_compile.store.profiles import (
     load_profile,
     save_profile,
 )
-from apollo_compile.target.profile import Rate
+from apollo_compile.target.profile import Rate, limit_units
 from tests.profiles import CPU
 
 
@@ -119,6 +120,20 @@ def test_a_calibrated_profile_is_used_as_it_is(tmp_path: Path, measured: list[st
     save_profile(calibrated, cached_profile_path(tmp_path, 2), fingerprint=machine_fingerprint(2))
     assert discover_profile(2, cache_dir=tmp_path) == calibrated
     assert not measured
+
+
+def test_fewer_cores_use_the_calibrated_profile_of_more(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks have a share of the cores each; what was only scaled gives way to it, and serves no other number."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert discover_profile(1, cache_dir=tmp_path).source == "scaled"
+    discover_profile.cache_clear()
+    assert discover_profile(2, cache_dir=tmp_path).source == "scaled"
+    profile = replace(CPU, units=4, source="measured")
+    save_profile(profile, cached_profile_path(tmp_path, 4), fingerprint=machine_fingerprint(4))
+    discover_profile.cache_clear()
+    assert discover_profile(1, cache_dir=tmp_path) == limit_units(profile, 1) and len(measured) == 2
 
 
 @pytest.mark.parametrize(
