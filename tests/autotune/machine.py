@@ -38,7 +38,6 @@ class Graph:
     """A graph whose variants take a given time, in milliseconds."""
 
     times: Mapping[str, float]
-    uses_lanes: bool = True
     variant: Variant = PLAN
     is_settled: bool = True
     has_run: bool = False
@@ -62,15 +61,12 @@ class Machine:
         noise: float = 0.0,
         compile_s: float = 1e6,
         is_compilable: bool = True,
-        is_watched: bool = True,
     ) -> None:
         self.graphs, self.noise, self.compile_s, self.is_compilable = graphs, noise, compile_s, is_compilable
         self.now_ns = 0
         self.verdicts: list[Verdict] = []
         self.kept: list[set[str]] = []
         """Variants that kept their memory, whenever that changed."""
-        self.trimmed: list[int] = []
-        """Numbers of the steps before which memory was given back."""
         self.num_prepared = 0
         self.is_interrupted = False
         """Whether the next compile is interrupted."""
@@ -79,9 +75,7 @@ class Machine:
             budget=CompileBudget(COMPILE_SHARE, lambda: self.now_ns),
             tell=self.verdicts.append,
             keep=self._keep,
-            trim_memory=lambda: self.trimmed.append(len(graphs[0].used)),
             clock=lambda: self.now_ns,
-            is_watched=is_watched,
         )
         self.autotuner = GraphTuner(graphs, self.tuner, self._candidates)
         self.speed = 1.0
@@ -103,8 +97,7 @@ class Machine:
                 not (verdict.winner == PLAN and any(s.name == SERIAL and s.ratio >= CLEAR for s in verdict.standings))
             ),
         )
-        own = (SERIAL, PLAN) if any(graph.uses_lanes for graph in self.graphs) else (SERIAL,)
-        return [inductor, *(Candidate(variant=variant) for variant in own)]
+        return [inductor, Candidate(variant=SERIAL), Candidate(variant=PLAN)]
 
     def _prepare(self) -> None:
         if self.is_interrupted:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from apollo_compile.autotune.candidates import Candidate
-from apollo_compile.autotune.comparison import MIN_ROUNDS
-from tests.autotune.machine import INDUCTOR, LOOP, MS, PLAN, SERIAL, Subject
+from tests.autotune.machine import INDUCTOR, PLAN, SERIAL, Subject
 
 ENOUGH = 1000
 """Steps in which every comparison ends."""
@@ -36,25 +35,6 @@ def test_the_plan_runs_first_and_the_fastest_last() -> None:
     assert (subject.tuner.steps_left, subject.tuner.left_ns, subject.tuner.progress) == (0, 0, "")
     assert subject.verdicts[0].summary == "1.30x as fast as segments in turn"
     assert subject.kept[0] == {SERIAL, PLAN} and subject.kept[-1] == {PLAN}
-
-
-def test_equals_end_a_comparison_early_and_the_simplest_stays() -> None:
-    """Five rounds tell that they are equal."""
-    subject = Subject({LOOP: 10, SERIAL: 10, PLAN: 9.95})
-    subject.offer(LOOP, SERIAL, PLAN)
-    subject.run(ENOUGH)
-    assert subject.winners == [LOOP] and subject.verdicts[0].num_steps == 3 * 3 * MIN_ROUNDS
-
-
-def test_too_few_rounds_leave_the_incumbent() -> None:
-    """Steps that something else took are no rounds."""
-    subject = Subject({LOOP: 20, PLAN: 10})
-    subject.offer(LOOP, PLAN, incumbent=LOOP)
-    for _ in range(ENOUGH):
-        variant = subject.tuner.begin_step()
-        if variant == LOOP:
-            subject.tuner.record(20 * MS)
-    assert subject.winners == [LOOP] and subject.verdicts[0].standings[0].num_rounds == 0
 
 
 def test_the_steps_of_a_decision_are_known_before_it_begins() -> None:

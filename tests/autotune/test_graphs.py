@@ -51,15 +51,6 @@ def test_inductor_wins_where_it_is_the_fastest_and_ties_go_to_it(plan: float, in
     assert {s.name for s in verdict.standings} == {INDUCTOR, SERIAL, PLAN}
 
 
-def test_segments_in_turn_are_compared_with_inductor() -> None:
-    """Where no graph uses lanes."""
-    machine = Machine(Graph({SERIAL: 10, PLAN: 10, INDUCTOR: 10.5}, uses_lanes=False))
-    machine.run(ENOUGH)
-    (verdict,) = machine.verdicts
-    assert [s.name for s in verdict.standings] == [SERIAL, INDUCTOR]
-    assert all(s.num_rounds >= MIN_ROUNDS for s in verdict.standings)
-
-
 def test_the_comparison_waits_until_the_plans_are_final() -> None:
     """A graph that learns would be judged by a plan that it is about to drop; one that never runs is not waited for."""
     forward, backward = halves({SERIAL: 30, PLAN: 22}, is_settled=False)

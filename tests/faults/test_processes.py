@@ -21,7 +21,7 @@ import torch
 from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
 torch.manual_seed(0)
 model, x = TwoTowers(depth=1), two_tower_inputs()
-options = {"plan.autotune": False}
+options = {"plan.autotune": False, "runtime.bodies": "BODIES"}
 run = torch.compile(model, backend="apollo", options=options)
 def check(run=run):
     with torch.no_grad():
@@ -29,10 +29,12 @@ def check(run=run):
 """
 
 
-def run_python(code: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, before: str = "", bodies: str = "native", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `before`, the setup and `code` in a fresh interpreter, which must end."""
     return subprocess.run(
-        [sys.executable, "-c", before + SETUP + textwrap.dedent(code)],
+        [sys.executable, "-c", before + SETUP.replace("BODIES", bodies) + textwrap.dedent(code)],
         env={**os.environ, "APOLLO_LOG": "WARNING", **environment},  # however long a compile takes
         capture_output=True,
         text=True,
@@ -46,9 +48,10 @@ def check_end(done: subprocess.CompletedProcess[str], output: str = "done\n", co
 
 
 def test_sys_exit_with_lanes_and_planner_alive_ends_at_once_with_its_code() -> None:
-    """Nothing waits for anything, and nothing complains."""
-    done = run_python("check()\nprint('done', flush=True)\nsys.exit(7)")
-    check_end(done, code=7)
+    """Nothing waits for anything, and nothing complains. What drives a GPU has not even been imported."""
+    of_a_gpu = "[name for name in sys.modules if name.startswith('apollo_compile.device.gpu')]"
+    done = run_python(f"check()\nprint('done', {of_a_gpu}, flush=True)\nsys.exit(7)", bodies="eager")
+    check_end(done, "done []\n", code=7)
     assert done.stderr == ""
 
 
@@ -274,6 +277,7 @@ def test_a_forked_child_runs_what_has_no_threads() -> None:
         print("done")
         """,
         "import torch\ntorch.set_num_threads(1)\n",
+        bodies="eager",
     )
     check_end(done)
 

@@ -13,7 +13,6 @@ NO_FAULTS = {
     "test_an_infeasible_problem_is_the_same_error",
     "test_the_files_of_this_test_are_valid",
     "test_the_process_finds_what_this_process_would",
-    "test_this_process_imports_no_ortools",
 }
 """Tests of what happens while nothing fails."""
 

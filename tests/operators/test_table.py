@@ -17,7 +17,7 @@ from torch._inductor.lowering import lowerings
 from torch.utils.flop_counter import flop_registry
 
 import apollo_compile
-from apollo_compile.operators.entry import WorkKind, pointwise
+from apollo_compile.operators.entry import WorkKind
 from apollo_compile.operators.table import _ROWS, OPERATORS, UNLISTED, find_operator
 
 PACKAGE = Path(apollo_compile.__file__).parent
@@ -163,17 +163,8 @@ def test_an_overload_is_found_before_its_operator_and_its_functional_form() -> N
 
 def test_nothing_else_lists_names_of_operators() -> None:
     """A pass or a model of costs asks the table."""
-    files = [path for room in ("cost_model", "passes", "planner", "reports", "session") for path in room_files(room)]
+    rooms = ("cost_model", "passes", "planner", "reports", "session")
+    files = [path for room in rooms for path in (PACKAGE / room).rglob("*.py")]
     assert len(files) > 30
     found = [path.name for path in files if re.search(r"\b(aten|prims)\b[.:]", path.read_text(encoding="utf-8"))]
     assert found == []
-
-
-def room_files(room: str) -> Iterator[Path]:
-    """Yield the files of a room of the package."""
-    return (PACKAGE / room).rglob("*.py")
-
-
-def test_a_pointwise_operator_that_inductor_calls_is_a_row() -> None:
-    """As for reductions, copies and gathers."""
-    assert not pointwise(1, is_fusible=False).is_fusible and pointwise(1).is_fusible

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from apollo_compile.planner.cp_sat import SolverOutcome
+from apollo_compile.planner.cp_sat import SolverOutcome, solve_with_cp_sat
 from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import serial_schedule
 from tests.builders import a_task, limited, random_problem, seeds
-from tests.planner.asking import ask_solver
 from tests.planner.oracle import find_optimum
+
+
+def ask_solver(problem: Problem, **changes: Any) -> SolverOutcome:
+    """Return what CP-SAT finds with enough work for a small problem, and with one seed."""
+    usual = {"hint": None, "lower_bound": 0, "seed": 0, "deterministic_time": 5.0, "time_limit_s": 60.0}
+    return solve_with_cp_sat(problem, **{**usual, **changes})
 
 
 def check(problem: Problem, outcome: SolverOutcome, optimum: int | None) -> None:
@@ -21,7 +27,6 @@ def check(problem: Problem, outcome: SolverOutcome, optimum: int | None) -> None
         assert outcome.status == "infeasible"
         return
     assert outcome.status == "optimal"
-    assert outcome.schedule is not None
     assert problem.violations(outcome.schedule) == ()
     assert outcome.schedule.makespan == outcome.bound == optimum
 

@@ -12,7 +12,7 @@ from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import cp_sat
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
-from apollo_compile.planner.problem import Problem, ResourceHold, TaskSchedule
+from apollo_compile.planner.problem import Problem, TaskSchedule
 from apollo_compile.planner.simulate import Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
 from tests.builders import a_task, interfering, limited, on_halves, random_problem, realistic_problems, seeds
@@ -174,14 +174,6 @@ def test_a_plan_that_is_as_short_as_the_bound_ends_the_search() -> None:
     assert solution.proof == "bound"
     assert solution.solver is None
     assert not solution.stopped_early
-
-
-def test_an_impossible_limit_is_an_error_that_names_who_needs_most() -> None:
-    """With what there is and what is needed."""
-    tasks = tuple(a_task(3, demands=(demand,)) for demand in (1, 4, 2))
-    problem = Problem(tasks=tasks, capacities=(5,), holds=(ResourceHold(resource=0, amount=3, task=1, readers=()),))
-    with pytest.raises(InfeasiblePlanError, match=r"no schedule of 3 tasks that keeps the capacities \(5,\)"):
-        solve(problem, QUICK)
 
 
 def test_an_ordinary_search_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:

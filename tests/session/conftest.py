@@ -1,4 +1,4 @@
-"""Fixtures of tests that compile models: those of the end-to-end tests, and a cache for one test."""
+"""Fixtures of tests that compile models: those of the end-to-end tests, a cache for one test, and no compiler."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import torch._functorch.config as functorch_config
 from torch._dynamo.utils import counters
 
 from tests.end_to_end.conftest import _as_the_results_say, deterministic
+from tests.session.trained import interpret_plainly
 
-__all__ = ["_as_the_results_say", "deterministic", "own_cache"]
+__all__ = ["_as_the_results_say", "deterministic", "interpreted", "own_cache"]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch.compile, and all our compiles, interpret."""
+    interpret_plainly(monkeypatch)
 
 
 @pytest.fixture

@@ -17,10 +17,8 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 
 import apollo_compile
-from apollo_compile.config import load_config
 from apollo_compile.device import open as device_open
 from apollo_compile.device.cpu.execute import available_units, core_share
-from apollo_compile.device.open import select_profile
 from apollo_compile.ir import CostSource
 from apollo_compile.reports.summary import summarize
 from apollo_compile.session import registry
@@ -38,6 +36,10 @@ from tests.end_to_end.models import (
     two_tower_inputs,
     two_tower_loss,
 )
+from tests.session.test_compile import SIZES_BY_DATA, Chosen
+
+UNCOMPILED = {**STRICT, "runtime.bodies": "eager"}
+"""For what plans and reports say of segments, whatever runs in them."""
 
 LANES = pytest.param(TwoTowers(), id="lanes", marks=pytest.mark.soak)
 
@@ -51,9 +53,8 @@ def test_bodies_with_parallel_loops_train_as_in_eager(model: nn.Module) -> None:
     # Asking the compiler about vectors and precompiling headers for it would take longer than the few bodies.
     changes = {"cpp.cxx": (None, str(compiler)), "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
     with inductor_config.patch(changes):
-        options = {**STRICT, "partition.granularity": "module"}
-        if isinstance(model, Tower):
-            options["plan.planner"] = "serial"
+        one_lane, lanes = {"plan.planner": "serial"}, {"partition.granularity": "module"}
+        options = {**STRICT, **(one_lane if isinstance(model, Tower) else lanes)}
         loss_of = lambda run: run(*inputs).square().mean()  # noqa: E731
         assert_trains_as_in_eager(model, loss_of, backend="apollo", options=options)
     graphs = registry.compiled_models()[-1].graphs
@@ -66,30 +67,16 @@ def test_bodies_with_parallel_loops_train_as_in_eager(model: nn.Module) -> None:
         assert any(b"GOMP_parallel" in library for library in libraries)
 
 
-def test_a_wrong_unit_count_or_profile_is_an_error(tmp_path: Path) -> None:
-    """A setting that cannot be honoured is not turned into plain Inductor."""
-    large = default_profile(4096)
-    save_profile(large, tmp_path / "large.json")
-    for options in ({"device.units": 4096}, {"device.profile": tmp_path / "large.json"}):
-        with pytest.raises(Exception, match=r"lanes may use \d+ cores here"):
-            torch.compile(nn.Linear(2, 2), backend="apollo", options=options)(torch.ones(1, 2))
-
-
-def test_a_number_of_units_limits_a_measured_profile_too(tmp_path: Path) -> None:
-    """Even one of a machine with more cores than this one has."""
-    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    for units in (available_units(), 4096):
-        save_profile(dataclasses.replace(default_profile(units), source="measured"), tmp_path / "mine.json")
-        options = {**STRICT, "device.profile": tmp_path / "mine.json", "device.units": 1}
-        assert select_profile(load_config(options)).units == 1
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(layer, backend="apollo", options=options)(x), layer(x))
+def test_a_wrong_unit_count_is_an_error() -> None:
+    """A setting that cannot be honoured is not turned into plain Inductor; others are in `device/test_open.py`."""
+    with pytest.raises(Exception, match=r"lanes may use \d+ cores here"):
+        torch.compile(nn.Linear(2, 2), backend="apollo", options={"device.units": 4096})(torch.ones(1, 2))
 
 
 def test_parameters_can_be_swapped_after_a_compile() -> None:
     """As `Module.to` does with those of tensor subclasses; torch refuses where somebody refers to one weakly."""
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    run = torch.compile(layer, backend="apollo")
+    run = torch.compile(layer, backend="apollo", options=UNCOMPILED)
     run(x).sum().backward()
     assert registry.find_models(layer) and not registry.find_models(nn.Linear(2, 2))
     layer.zero_grad(set_to_none=True)
@@ -117,19 +104,6 @@ def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error() -> None:
     assert compiler_settings() != others
 
 
-def test_a_packaged_profile_is_named_and_one_of_another_device_is_refused() -> None:
-    """`cpu` fits any number of cores; a GPU's says nothing about them."""
-    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with torch.no_grad():
-        run = torch.compile(layer, backend="apollo", options={**STRICT, "device.profile": "cpu"})
-        torch.testing.assert_close(run(x), layer(x))
-    (model,) = registry.find_models(layer)
-    assert (model.target.profile.source, model.target.profile.units) == ("default", available_units())
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="is for a cuda device"):
-        torch.compile(nn.Linear(2, 2), backend="apollo", options={"device.profile": "h200"})(x)
-
-
 def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """With APOLLO_DISABLE=1 every graph is Inductor's own."""
     monkeypatch.setenv("APOLLO_DISABLE", "1")
@@ -141,28 +115,13 @@ def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch
     assert len(registry.compiled_models()) == before
 
 
-class Chosen(nn.Module):
-    """A layer for the positive numbers among its inputs: how many there are depends on them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[x > 0] * self.weight
-
-
 @pytest.mark.robustness("Values", "shapes that depend on data")
 def test_a_shape_that_depends_on_data_falls_back_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """What segments cannot express still runs, and the log says why."""
-    layer, x = Chosen(), torch.randn(20)
+    layer, x = Chosen(), torch.randn(256)
     run = torch.compile(layer, backend="apollo", options=STRICT)
-    with (
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-        caplog.at_level(logging.INFO, logger="apollo_compile"),
-        torch.no_grad(),
-    ):
-        torch.testing.assert_close(run(x), layer(x))
+    with SIZES_BY_DATA, caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
+        torch.testing.assert_close(run(x), layer(x), rtol=1e-4, atol=1e-5)
     (line,) = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
     assert "no input of the graph says what u0 is" in line
     report = apollo_compile.report(layer)
@@ -226,7 +185,7 @@ def test_a_model_that_checks_a_number_trains_as_in_eager(caplog: pytest.LogCaptu
 
     for kind, roles in ((Checked, ["forward", "backward"]), (Weighted, [])):
         with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            assert_trains_as_in_eager(kind(), loss_of, backend="apollo", options=STRICT)
+            assert_trains_as_in_eager(kind(), loss_of, backend="apollo", options=UNCOMPILED)
         report = apollo_compile.report(runs[-1])
         assert [graph.role.value for graph in report.graphs] == roles
     ((_, reason),) = report.fallbacks
@@ -250,7 +209,7 @@ def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
     texts = []
     for folder in (tmp_path / "first", tmp_path / "second"):
         torch._dynamo.reset()
-        options = {**STRICT, "debug.dump": folder, "plan.time_limit_s": UNTIL_PROVEN_S}
+        options = {**UNCOMPILED, "debug.dump": folder, "plan.time_limit_s": UNTIL_PROVEN_S}
         torch.compile(model, backend="apollo", options=options)(*inputs).sum().backward()
         texts.append({str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.*")})
     assert texts[0] == texts[1]
@@ -263,7 +222,7 @@ def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
 def test_the_report_names_segments_lanes_and_times() -> None:
     """`apollo_compile.report` shows what was planned and what the last step measured."""
     model = TwoTowers()
-    run = torch.compile(model, backend="apollo", options=STRICT)
+    run = torch.compile(model, backend="apollo", options=UNCOMPILED)
     run(*two_tower_inputs()).square().mean().backward()
     first = apollo_compile.report(run)
     assert re.match(r"measuring, about \d+ steps left\n", str(first))
@@ -288,16 +247,16 @@ def test_without_a_model_the_report_is_of_all_that_was_compiled() -> None:
     """Of a function too, whose graphs read no parameter; names that begin again after a reset are numbered."""
     gc.collect()
     num_before = len(apollo_compile.report().graphs)  # what something keeps from tests before
-    layer, options = nn.Linear(4, 4), {**STRICT, "runtime.bodies": "eager"}
+    layer = nn.Linear(4, 4)
 
     def cube(x: torch.Tensor) -> torch.Tensor:
         return x @ x @ x
 
     with torch.no_grad():
-        torch.compile(layer, backend="apollo", options=options)(torch.ones(2, 4))
+        torch.compile(layer, backend="apollo", options=UNCOMPILED)(torch.ones(2, 4))
         first = registry.compiled_models()[-1]
         torch._dynamo.reset()
-        torch.compile(cube, backend="apollo", options=options)(torch.ones(3, 3))
+        torch.compile(cube, backend="apollo", options=UNCOMPILED)(torch.ones(3, 3))
     assert [graph.name for graph in apollo_compile.report(layer).graphs] == ["0/0 inference"]
     assert first.name == registry.compiled_models()[-1].name == "0/0"
     everything = [graph.name for graph in apollo_compile.report().graphs]
@@ -307,7 +266,7 @@ def test_without_a_model_the_report_is_of_all_that_was_compiled() -> None:
 def test_what_was_compiled_goes_when_dynamo_lets_it_go() -> None:
     """Models that are compiled again and again do not pile up."""
     before = _count_after_a_reset()
-    run = torch.compile(nn.Linear(4, 4), backend="apollo", options=STRICT)
+    run = torch.compile(nn.Linear(4, 4), backend="apollo", options=UNCOMPILED)
     with torch.no_grad():
         run(torch.ones(2, 4))
     assert len(registry.compiled_models()) == before + 1
@@ -326,7 +285,7 @@ def test_measured_times_replace_formulas_after_the_first_steps(tmp_path: Path, r
     """A profile that no machine is as slow as is put right, unless that is switched off; training is as in eager."""
     wrong = dataclasses.replace(default_profile(available_units()), name="wrong", launch_ns=NEVER_AS_LONG_NS)
     save_profile(wrong, tmp_path / "wrong.json")
-    options = {**STRICT, "plan.replan": replans, "device.profile": tmp_path / "wrong.json"}
+    options = {**UNCOMPILED, "plan.replan": replans, "device.profile": tmp_path / "wrong.json"}
     steps = 2 * (SKIPPED_RUNS + OBSERVED_RUNS)
     assert_trains_as_in_eager(TwoTowers(), two_tower_loss, steps=steps, backend="apollo", options=options)
     graphs = registry.compiled_models()[-1].graphs
@@ -347,7 +306,7 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
     """
     model, inputs = Tower(64, 3), two_tower_inputs()[:1]
     first = tmp_path / "first"
-    options = {**STRICT, "debug.dump": first, "partition.weight_gradients": "apart", "runtime.bodies": "eager"}
+    options = {**UNCOMPILED, "debug.dump": first, "partition.weight_gradients": "apart"}
     torch._dynamo.reset()
     torch.compile(model, backend="apollo", options=options)(*inputs).sum().backward()
     (file,) = first.glob("*_backward/plan.json")
@@ -359,7 +318,7 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
     file.write_text(json.dumps(content))
 
     # A directory of its own numbers its graphs from zero, as the first did.
-    options = {**STRICT, "plan.file": first, "debug.dump": tmp_path / "second"}
+    options = {**UNCOMPILED, "plan.file": first, "debug.dump": tmp_path / "second"}
     assert_trains_as_in_eager(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     forward, graph = registry.compiled_models()[-1].graphs
     assert forward.compilation.plan.pinned and graph.compilation.plan.pinned
@@ -378,7 +337,7 @@ def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
         torch._dynamo.reset()
         model = TwoTowers(depth=depth)
         with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
-            run = torch.compile(model, backend="apollo", options=options)
+            run = torch.compile(model, backend="apollo", options={"runtime.bodies": "eager", **options})
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
     (graph,) = registry.find_models(model)[-1].graphs
     assert not graph.compilation.plan.pinned
@@ -403,7 +362,7 @@ def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
         try:
             torch._dynamo.reset()
             with torch.no_grad(), caplog.at_level(logging.WARNING, logger="apollo_compile"):
-                torch.compile(layer, backend="apollo", options={**STRICT, "runtime.bodies": "eager"})(x)
+                torch.compile(layer, backend="apollo", options=UNCOMPILED)(x)
         finally:
             torch.set_num_threads(num_threads)
         told.append([text for text in map(logging.LogRecord.getMessage, caplog.records) if "OMP_NUM_THREADS" in text])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,19 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apollo_compile.config import load_config
+from apollo_compile.config import Config
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage
-from apollo_compile.session.compile import GraphCompiler
+from apollo_compile.session import backend
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.registry import is_settled, register, variants_of
+from apollo_compile.session.registry import is_settled, variants_of
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.tools.report import report
-from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
-from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
-from apollo_compile.torch_bridge.interpret import interpret_bodies, interpret_whole
-from apollo_compile.torch_bridge.settings import inductor_settings
-from apollo_compile.torch_bridge.storages import storages_of
 from tests.device.gpu.fake_gpu import FakeGpu
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 INDUCTOR, SERIAL, PLAN = Variant.INDUCTOR, Variant.SERIAL, Variant.PLAN
 
@@ -45,16 +41,6 @@ PLAN_WINS = {**LEVEL, PLAN: 8 * S}
 
 ENOUGH = 1000
 """Steps in which everything is decided."""
-
-
-class Clock:
-    """The time of the host, as the test sets it."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
 
 
 class _Count(TorchDispatchMode):
@@ -82,22 +68,8 @@ class BusyGpu(FakeGpu):
         return outputs
 
 
-class ClockedTarget(GpuTarget):
-    """A target on a clock of the test's, that may find a fault in its device."""
-
-    def __init__(self, clock: Clock, found: str | None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._clock, self._found = clock, found
-
-    def now_ns(self) -> int:
-        return self._clock.now
-
-    def unavailable_reason(self) -> str | None:
-        return self._found
-
-
 class Default:
-    """A backend as `apollo` is, with tensors on the CPU and lanes on the stand-in."""
+    """The backend, with tensors on the CPU, lanes on the stand-in, `now_ns` as its time, and a fault that it finds."""
 
     def __init__(
         self, gpu: FakeGpu | None = None, *, found: str | None = None, ranks: Ranks | None = None, **options: Any
@@ -105,28 +77,29 @@ class Default:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.gpu = gpu or BusyGpu()
-        self.clock = Clock()
+        self.now_ns = 0
         self.models: list[CompiledModel] = []
         self._found = found
         self._ranks = ranks or Ranks(None)
         quick = {"plan.planner": "greedy", "partition.granularity": "module", "runtime.bodies": "python"}
-        self._config = load_config({**quick, **options})
+        self._options = {**quick, **options}
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        settings = inductor_settings(self._config.mode, self._config.inductor)
+        clock = lambda: self.now_ns  # noqa: E731
         profile, device = load_profile(Path("h200")), torch.device("cpu")
-        model = CompiledModel(
-            name=f"{len(self.models)}/0",
-            config=self._config,
-            target=ClockedTarget(self.clock, self._found, self.gpu, profile, self._config, device=device),
-            storages=storages_of(traced_tensors(graph_module, example_inputs)),
-            ranks=self._ranks,
-            clock=self.clock,
-        )
+
+        def open_target(_: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
+            target = GpuTarget(self.gpu, profile, config, device=device, find_unavailable_reason=lambda: self._found)
+            target.now_ns = clock  # type: ignore[method-assign]
+            return target, None
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "open_target", open_target)
+            patch.setattr(backend, "find_ranks", lambda: self._ranks)
+            patch.setattr(backend, "CompiledModel", partial(CompiledModel, clock=clock))
+            compiled, model = backend.compile_dynamo_graph(graph_module, example_inputs, options=self._options)
+        assert model is not None
         self.models.append(model)
-        compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
-        keep_with(compiled, model)
-        register(model)
         return compiled
 
     @property
@@ -173,9 +146,7 @@ class Loop:
     """A training loop of a compiled model beside that of the same model in eager, in which losses must be equal."""
 
     def __init__(
-        self,
-        default: Default | None = None,
-        build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = branches,
+        self, default: Default | None = None, build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = branches
     ) -> None:
         self.default = default = default or Default()
         torch.manual_seed(0)
@@ -198,7 +169,7 @@ class Loop:
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-7, atol=1e-9)
         self.ran.append(self.default.variant)
         self.states.append(self.default.state)
-        self.default.clock.now += times[self.ran[-1]]
+        self.default.now_ns += times[self.ran[-1]]
 
     def steps(self, count: int, times: Mapping[Variant, int] = LEVEL) -> None:
         for _ in range(count):
@@ -210,34 +181,6 @@ class Loop:
             if self.default.is_settled:
                 return
         raise AssertionError(f"not settled: {self.default.state}")
-
-
-def interpret_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch.compile, and all our compiles, interpret: a compiler takes most of the time, and changes nothing."""
-
-    def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any, **_: Any) -> Any:
-        def interpret(graph: fx.GraphModule, *_: Any, **__: Any) -> tuple[Any, None]:
-            return interpret_whole(graph), None
-
-        return compile_with_inductor(
-            graph_module, example_inputs, interpret, recompute_masks=False, eager_randomness=True
-        )
-
-    def compile_bodies(pieces: Sequence[Any], **_: Any) -> Any:
-        return interpret_bodies(pieces)
-
-    def compile_again(graph_module: fx.GraphModule, *_: Any, **__: Any) -> Any:
-        return interpret_whole(graph_module)
-
-    monkeypatch.setattr("apollo_compile.autotune.tuner._comparing", None)  # a model of another test
-    monkeypatch.setattr("apollo_compile.session.compile.compile_plainly", compile_plainly)
-    monkeypatch.setattr("apollo_compile.session.compile.compile_again", compile_again)
-    monkeypatch.setattr("apollo_compile.session.bodies.compile_bodies", compile_bodies)
-
-
-@pytest.fixture(autouse=True)
-def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_plainly(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -445,17 +388,3 @@ def test_a_capture_of_the_user_has_launches_and_changes_nothing() -> None:
         gpu.is_captured_by_user = False
     loop.steps(4, PLAN_WINS)
     assert num_replays(loop.default) >= replays + 2
-
-
-def test_on_a_cpu_nothing_of_it_is_imported() -> None:
-    """Neither by the backend nor by opening the target of a graph."""
-    program = (
-        "import sys, torch, apollo_compile.backend\n"
-        "from apollo_compile.config import load_config\n"
-        "from apollo_compile.device.open import open_target\n"
-        "target, reason = open_target([torch.ones(1)], load_config({}))\n"
-        "names = ('apollo_compile.device.gpu',)\n"
-        "print(target.device, reason, [name for name in sys.modules if name.startswith(names)])\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=900)
-    assert ran.stdout.strip() == "cpu None []", ran.stdout

@@ -11,9 +11,10 @@ import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
 
 from apollo_compile.ir import Variant
+from apollo_compile.session import bodies, registry
 from apollo_compile.session import compile as session_compile
-from apollo_compile.session import registry
 from apollo_compile.torch_bridge import whole
+from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 from tests.session.trained import AUTOTUNED, ENOUGH, compiled_towers
@@ -21,6 +22,7 @@ from tests.session.trained import AUTOTUNED, ENOUGH, compiled_towers
 pytestmark = needs_two_cores
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_rival_that_does_not_compile_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -40,30 +42,26 @@ def test_a_rival_that_does_not_compile_is_left_out(
     assert caplog.text.count("Inductor is not compared: Inductor cannot compile") == 1
 
 
-def test_inductors_version_comes_from_its_cache() -> None:
-    """A later process does not lower the whole graph again, in the midst of a user's step."""
-    _, _, found = compiled_towers()
-    counters.clear()
-    for graph in found.graphs:
-        graph.prepare()
-    counts = counters["inductor"]
-    assert (counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"] + counts["fxgraph_cache_miss"]) == (0, 2)
-
-
-def test_inductors_version_is_compiled_with_the_settings_of_the_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which the user may have changed for the first call alone."""
+def test_inductors_version_is_compiled_with_the_settings_of_the_bodies_or_comes_from_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The user may have changed settings for the first call alone; a later process does not lower the graph again."""
     seen, compile_fx_inner = [], whole.compile_fx_inner
 
     def watch(*args: Any, **kwargs: Any) -> Any:
         seen.append(inductor_config.emulate_precision_casts)
         return compile_fx_inner(*args, **kwargs)
 
+    monkeypatch.setattr(bodies, "compile_bodies", lambda pieces, **_: interpret_bodies(pieces))
     with inductor_config.patch(emulate_precision_casts=True):
         _, _, found = compiled_towers()
     monkeypatch.setattr(whole, "compile_fx_inner", watch)
+    counters.clear()
     for graph in found.graphs:
         graph.prepare()
     assert seen == [True, True] and not inductor_config.emulate_precision_casts
+    counts = counters["inductor"]
+    assert (counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"] + counts["fxgraph_cache_miss"]) == (0, 2)
 
 
 @pytest.mark.soak
@@ -82,6 +80,7 @@ def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_comparison_that_fails_leaves_the_plan_running(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

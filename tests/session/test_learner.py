@@ -1,4 +1,7 @@
-"""A graph learns its durations, and is planned again until its plan is final."""
+"""A graph learns its durations, and is planned again until its plan is final.
+
+Where runs have no spans, bodies are timed instead: `test_captured.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from apollo_compile.config import load_config
-from apollo_compile.ir import BodyId, Observation, Observations, Span, Trace, Variant
+from apollo_compile.ir import BodyId, Span, Trace, Variant
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS, Learner
 from apollo_compile.session.variants import Variants
 from apollo_compile.target.compilation import Compilation
@@ -38,19 +41,14 @@ class Program:
         )
         return Trace(spans=spans, duration_ns=10**7)
 
-    def measure(self, inputs: Any) -> Observations:
-        """Return what one body takes."""
-        return self.device.measured
-
 
 class Device:
     """A device that takes `factor` times as long as every plan says."""
 
-    captures = False
-    measured = Observations(entries=(Observation(body=BodyId(0), units=1, count=1, median_ns=7_000),))
+    captures, has_spans = False, True
 
-    def __init__(self, factor: float, *, has_spans: bool = True) -> None:
-        self.factor, self.has_spans = factor, has_spans
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
 
     def load(self, made: Compilation, code: Code, variant: Variant) -> Program:
         """Load a program."""
@@ -105,15 +103,6 @@ def test_a_plan_of_the_user_stays() -> None:
     learner, variants = learner_on(Device(3.0), pinned=True)
     assert run_until_settled(learner, variants) == SKIPPED_RUNS + OBSERVED_RUNS
     assert learner.num_replans == 0
-
-
-def test_where_runs_have_no_spans_bodies_are_timed_once() -> None:
-    """And the plan is made again with their times."""
-    learner, variants = learner_on(Device(1.0, has_spans=False))
-    assert learner.runs_left == 1
-    learner.time_bodies([])
-    assert (learner.runs_left, learner.num_replans, learner.observations) == (0, 1, Device.measured)
-    assert variants.compilation.observations == Device.measured
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -19,6 +19,8 @@ from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_R
 from tests.end_to_end.marks import needs_two_cores
 from tests.session.trained import ENOUGH, compiled_towers, train_until_settled
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 
 def chain(size: int) -> nn.Module:
     """Return layers of which no plan has lanes."""
@@ -46,7 +48,6 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
     text, metrics = str(apollo_compile.report(run)), apollo_compile.report(run).metrics()
     assert re.match(r"settled after \d+ measured steps: \d\.\d\dx as fast as [\w. ]+ \([\w ]+\)(; .*)?\n", text)
     verdict = found.tuner.verdict
-    assert verdict is not None
     assert metrics["apollo/settled"] == 1
     assert metrics["apollo/step_ms"] == pytest.approx(verdict.standings[0].step_ns / 1e6)
     assert registry.variants_of(run) == [verdict.winner]
@@ -86,7 +87,6 @@ def test_segments_compete_where_no_plan_has_lanes(size: int, granularity: str, n
         train_until_settled(run, (x,))
         torch.testing.assert_close(run(x), model(x))
     verdict = found.tuner.verdict
-    assert verdict is not None
     assert {standing.name for standing in verdict.standings} == {Variant.SERIAL, Variant.INDUCTOR}
     assert graph.variant == verdict.winner
 

@@ -8,17 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.ir import (
-    BodyId,
-    CostTable,
-    Observation,
-    Observations,
-    Plan,
-    SegmentGraph,
-    SegmentId,
-    Span,
-    Trace,
-)
+from apollo_compile.ir import BodyId, CostTable, Observation, Observations, Plan, SegmentGraph, SegmentId, Span, Trace
 from apollo_compile.planner.problem import ExecutionMode as TaskMode
 from apollo_compile.planner.problem import Interference, Problem, Task, TaskSchedule
 from apollo_compile.planner.simulate import execute

@@ -56,6 +56,7 @@ def follow(store: RankStore, monkeypatch: pytest.MonkeyPatch, steps: int, **opti
     return seen, [reason for _, reason in entry.fallbacks]
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import pytest
 import torch
 
 from apollo_compile.ir import Variant
@@ -90,17 +89,6 @@ def test_a_new_plan_replaces_the_plan_only() -> None:
     assert variants.run([]) == [f"{Variant.SERIAL} 2"]
     variants.use(Variant.PLAN)
     assert variants.run([]) == ["plan 3"]
-
-
-def test_whole_graphs_are_available_once_they_are_added() -> None:
-    """And refused before."""
-    variants = variants_on(Device())
-    with pytest.raises(KeyError, match="cannot run the variant"):
-        variants.use(Variant.INDUCTOR)
-    variants.add(Variant.INDUCTOR, cast(Any, Program("whole")))
-    variants.use(Variant.INDUCTOR)
-    assert Variant.INDUCTOR in variants.available
-    assert variants.run([]) == ["whole"]
 
 
 def test_losers_release_their_memory() -> None:

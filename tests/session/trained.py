@@ -1,17 +1,20 @@
-"""Training until a comparison is over, or beside AOTAutograd's cache."""
+"""Training until a comparison is over, beside AOTAutograd's cache, or without a compiler."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.utils import counters
 
 from apollo_compile.autotune.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN
 from apollo_compile.session import registry
 from apollo_compile.session.model import CompiledModel
+from apollo_compile.torch_bridge.frontend import compile_with_inductor
+from apollo_compile.torch_bridge.interpret import interpret_bodies, interpret_whole
 from tests.end_to_end.models import STRICT, Training, TwoTowers, train, two_tower_inputs
 
 AUTOTUNED = {
@@ -69,3 +72,26 @@ def training_of(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tupl
     torch.manual_seed(1)
     training = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options={**STRICT, **options})
     return training, registry.compiled_models()[-1]
+
+
+def interpret_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch.compile, and all our compiles, interpret: a compiler takes most of the time, and changes nothing."""
+
+    def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any, **_: Any) -> Any:
+        def interpret(graph: fx.GraphModule, *_: Any, **__: Any) -> tuple[Any, None]:
+            return interpret_whole(graph), None
+
+        return compile_with_inductor(
+            graph_module, example_inputs, interpret, recompute_masks=False, eager_randomness=True
+        )
+
+    def compile_bodies(pieces: Sequence[Any], **_: Any) -> Any:
+        return interpret_bodies(pieces)
+
+    def compile_again(graph_module: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        return interpret_whole(graph_module)
+
+    monkeypatch.setattr("apollo_compile.autotune.tuner._comparing", None)  # a model of another test
+    monkeypatch.setattr("apollo_compile.session.compile.compile_plainly", compile_plainly)
+    monkeypatch.setattr("apollo_compile.session.compile.compile_again", compile_again)
+    monkeypatch.setattr("apollo_compile.session.bodies.compile_bodies", compile_bodies)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from apollo_compile.store.files import FileState
-from apollo_compile.store.self_checks import FORMAT, RETRY_S, SelfCheck, SelfChecks
+from apollo_compile.store.self_checks import RETRY_S, SelfCheck, SelfChecks
 from apollo_compile.target.check_result import CheckResult, Level
 from apollo_compile.target.fingerprint import Fingerprint
 
@@ -63,17 +62,6 @@ def test_another_gpu_has_a_verdict_of_its_own(tmp_path: Path) -> None:
     kept.find(MINE, verdict)
     assert kept.read(replace(MINE, device="NVIDIA L40S")).state is FileState.MISSING
     assert kept.read(replace(MINE, units=60, cores=60)).state is FileState.MISSING
-
-
-def test_a_verdict_of_other_checks_does_not_count(tmp_path: Path) -> None:
-    """Their number is that of the format."""
-    kept = SelfChecks(tmp_path)
-    kept.find(MINE, verdict)
-    (file,) = tmp_path.glob("*.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": FORMAT.number + 1}))
-    assert kept.read(MINE).state is FileState.DAMAGED
-    made = verdict(FINE)
-    assert kept.find(MINE, lambda: made) == made == kept.find(MINE, never)
 
 
 def test_a_failure_is_tried_again_after_a_day(tmp_path: Path) -> None:

@@ -124,7 +124,6 @@ def test_what_is_not_waited_for_is_left_to_whoever_needs_it() -> None:
     def generate() -> None:
         with joined_code.joined():
             joiner = joined_code._joiner.get()
-            assert joiner is not None
             futures.extend(joiner.submit(lambda: None) for _ in range(3))
             raise ValueError("an error of the generator")
 

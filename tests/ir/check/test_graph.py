@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,16 +76,14 @@ def with_node(index: int, **changes: object) -> ir.Capture:
     return replace(capture(), nodes=changed(capture().nodes, index, **changes))
 
 
-def with_segment(index: int, **changes: object) -> ir.Partition:
-    """Return the partition with one segment changed."""
+def with_part(kind: str, index: int, **changes: object) -> ir.Partition:
+    """Return the partition with one of the segments or buffers of its graph changed."""
     made = partition()
-    return replace(made, graph=replace(made.graph, segments=changed(made.graph.segments, index, **changes)))
+    parts = changed(getattr(made.graph, kind), index, **changes)
+    return replace(made, graph=replace(made.graph, **{kind: parts}))
 
 
-def with_buffer(index: int, **changes: object) -> ir.Partition:
-    """Return the partition with one buffer changed."""
-    made = partition()
-    return replace(made, graph=replace(made.graph, buffers=changed(made.graph.buffers, index, **changes)))
+with_segment, with_buffer = partial(with_part, "segments"), partial(with_part, "buffers")
 
 
 def with_body(index: int, **changes: object) -> ir.Partition:
@@ -189,7 +188,7 @@ def test_a_node_that_is_to_be_alone_shares_no_segment() -> None:
 
 
 def test_an_error_has_what_where_and_what_to_do() -> None:
-    """The four parts of house.md section 9."""
+    """In one line."""
     with pytest.raises(InvariantError) as caught:
         check.check_capture(with_node(1, id=ir.NodeId(7)))
     assert str(caught.value) == (

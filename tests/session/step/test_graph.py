@@ -10,12 +10,7 @@ import torch
 
 from apollo_compile.step import Step
 from apollo_compile.tools.report import report
-from tests.end_to_end.twins import (
-    EAGER,
-    Chain,
-    chain_loss,
-    compile_step,
-)
+from tests.end_to_end.twins import EAGER, Chain, chain_loss, compile_step
 
 
 def test_memory_is_traded_for_overlap_within_the_quota(caplog: pytest.LogCaptureFixture) -> None:
@@ -34,12 +29,10 @@ def test_memory_is_traded_for_overlap_within_the_quota(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "apollo_compile"):
         assert "loop" in plan(**{"plan.memory_quota": 100_000}).verdicts[0]
     least = re.search(r"raise 'plan.memory_quota' to (\d+) bytes", caplog.text)
-    assert least is not None
     tight, half = (
         report(plan(**{"plan.memory_quota": quota})).graphs[0]
         for quota in (int(least[1]), (int(least[1]) + free.peak_bytes) // 2)
     )
     for summary in (tight, half):
-        assert summary.memory_quota is not None
         assert summary.peak_bytes <= summary.memory_quota
     assert free.predicted_ns <= half.predicted_ns <= tight.predicted_ns

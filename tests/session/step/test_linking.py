@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from apollo_compile.session.step.split import split_evenly
+from apollo_compile.tools.report import report, status
 from tests.end_to_end.models import TwoTowers
+from tests.end_to_end.step_cases.turns import compile_nothing
 from tests.end_to_end.twins import (
     EAGER,
     Batch,
@@ -20,6 +22,7 @@ from tests.end_to_end.twins import (
     chain_batch,
     chain_loss,
     compile_step,
+    layer,
     ran_as_program,
     towers_batch,
     towers_loss,
@@ -47,9 +50,10 @@ def flat() -> nn.Module:
 
 @pytest.mark.parametrize("make", [siamese, flat])
 def test_state_that_shares_memory_is_updated_when_nothing_reads_it_any_more(
-    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The optimizer steps after the program then, which one line says; neighbours in memory need no such care."""
+    compile_nothing(monkeypatch)
     torch.manual_seed(0)
     alike = make()  # as `Twins` makes it: a copy would share no memory
     twins = Twins(make, loss_of, sgd, options=COMPARED, expected=alike)
@@ -100,12 +104,12 @@ class LogsItself(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.towers = TwoTowers(depth=1)
+        self.layer = layer()
         self.latest: Any = 0.0
 
     def forward(self, batch: Batch) -> Any:
         """Return the loss, as a tensor and as a number."""
-        loss = towers_loss(self.towers, batch)
+        loss = chain_loss(self.layer, batch)
         self.latest = loss.item()
         return loss, {"loss": self.latest}
 
@@ -118,7 +122,7 @@ def prints(model: nn.Module, batch: Batch) -> Any:
 
 def counts(model: nn.Module, batch: Batch) -> Any:
     """Return the loss, and a whole number that is read."""
-    scores = model.towers(batch["x"], batch["y"])
+    scores = model.layer(batch["x"])
     return scores.square().mean(), {"positive": (scores > 0).sum().item()}
 
 
@@ -128,16 +132,18 @@ def counts(model: nn.Module, batch: Batch) -> Any:
 def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
     loss_fn: Callable[[nn.Module, Batch], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Numbers are those of the step that was taken."""
+    """In the log and in the first line of the report; numbers are those of the step that was taken."""
     model = LogsItself()
     step = compile_step(model, loss_fn, options=EAGER)
     with caplog.at_level("INFO", "apollo_compile"):
         for seed in range(4):
-            loss, latest = step(towers_batch(seed)), model.latest
-            expected, numbers = loss_fn(model, towers_batch(seed))
+            loss, latest = step(chain_batch(seed)), model.latest
+            expected, numbers = loss_fn(model, chain_batch(seed))
             torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
             assert step.outputs[1] == pytest.approx(numbers) and latest == pytest.approx(model.latest)
     assert "read `step.outputs` after the step" in caplog.text
+    assert status(step) == str(report(step)).splitlines()[0]
+    assert status(step).startswith("falls back: loop over micro-batches")
 
 
 class Schedule:

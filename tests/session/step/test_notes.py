@@ -1,30 +1,22 @@
-"""Graphs of a loss function run, or only note their inputs, and keep nothing of a batch alive."""
+"""Graphs of a loss function keep nothing of a batch alive; that a program takes their inputs: `test_step.py`."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 
-from apollo_compile.session.step.notes import LossGraph, Notes, NotLinkedError
+from apollo_compile.session.step.notes import LossGraph, Notes
 
 WEIGHT = torch.nn.Parameter(torch.ones(2))
 
 
-def graph_of(notes: Notes, *, is_linked: bool = False) -> LossGraph:
-    """Return a graph that multiplies; a linked one knows its device."""
-    micro = SimpleNamespace(device=torch.device("cpu")) if is_linked else None
-    return LossGraph(
-        compiled=lambda weight, x: (x.detach().sum(), (weight * x).sum()),
-        model=cast(Any, None),
-        notes=weakref.ref(notes),
-        micro=cast(Any, micro),
-        dtypes=[torch.float64, torch.float32],
-    )
+def graph_of(notes: Notes) -> LossGraph:
+    """Return a graph that multiplies."""
+    compiled = lambda weight, x: (x.detach().sum(), (weight * x).sum())  # noqa: E731
+    return LossGraph(compiled=compiled, model=cast(Any, None), notes=weakref.ref(notes))
 
 
 def test_a_loop_runs_the_graph_and_learns_where_the_loss_is() -> None:
@@ -39,34 +31,9 @@ def test_a_loop_runs_the_graph_and_learns_where_the_loss_is() -> None:
     del batch
     gc.collect()
     assert alive() is None
-    assert graph.inputs is not None
     assert graph.inputs[0] is WEIGHT
     notes.begin_loop(1, 1)
     assert notes.latest is None
-
-
-def test_a_linked_graph_notes_its_inputs() -> None:
-    """Its outputs are tensors of the right dtypes that get their values later."""
-    notes = Notes(lambda: {id(WEIGHT)})
-    graph = graph_of(notes, is_linked=True)
-    x = torch.ones(2)
-    with notes.noting() as noted:
-        outputs = graph(WEIGHT, x)
-    ((only),) = noted
-    assert only.graph is graph
-    assert only.inputs[1] is x
-    assert [each.dtype for each in outputs] == [torch.float64, torch.float32]
-    assert all(mine is other for mine, other in zip(outputs, only.outputs, strict=True))
-    assert graph(WEIGHT, x)[1] == 2  # runs again
-
-
-def test_a_graph_that_is_not_linked_ends_the_noting() -> None:
-    """Then the step is a loop, in which graphs run."""
-    notes = Notes(set)
-    graph = graph_of(notes)
-    with pytest.raises(NotLinkedError), notes.noting():
-        graph(WEIGHT, torch.ones(2))
-    assert graph(WEIGHT, torch.ones(2))[1] == 2
 
 
 def test_a_graph_outlives_its_step() -> None:

@@ -52,7 +52,6 @@ def test_an_error_inside_a_program_says_which_parameters_were_updated(
     for number in range(3):
         step(batch_of(number))
     parts = step.tuners[0].program.optimizer
-    assert parts is not None
     takes = [parts.step] * num_good
 
     def fail(parameters: Any, gradients: Any) -> None:

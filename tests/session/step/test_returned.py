@@ -1,4 +1,7 @@
-"""The loss is found in whatever a loss function returns, and the rest is combined over micro-batches."""
+"""The loss is found in whatever a loss function returns, and the rest is combined over micro-batches.
+
+What becomes of outputs in a step is tested in `end_to_end/test_step_outputs.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from apollo_compile.errors import TargetError
-from apollo_compile.session.step.returned import Outputs, detach_others, loss_in
+from apollo_compile.session.step.returned import Outputs, loss_in
 
 LOSS = torch.tensor(2.0)
 
@@ -39,19 +42,6 @@ def test_anything_else_is_refused(returned: Any, problem: str) -> None:
         loss_in(returned)
 
 
-def test_all_but_the_loss_are_copies_without_a_graph() -> None:
-    """So that what the step writes later does not show in them."""
-    weight = torch.ones(3, requires_grad=True)
-    loss = weight.sum()
-    detached = detach_others({"loss": loss, "weight": weight, "name": "step"})
-    assert detached["loss"] is loss
-    assert detached["name"] == "step"
-    assert not detached["weight"].requires_grad
-    with torch.no_grad():
-        weight.zero_()
-    assert torch.equal(detached["weight"], torch.ones(3))
-
-
 def test_outputs_are_combined_by_their_kind() -> None:
     """Means of scalars by weight; other tensors are stacked; what differs otherwise is a list."""
     parts = [
@@ -64,13 +54,6 @@ def test_outputs_are_combined_by_their_kind() -> None:
     assert torch.equal(made["logits"], torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     assert torch.equal(made["ids"], torch.tensor([1, 2]))  # whole numbers have no mean
     assert made["name"] == "a"
-
-
-def test_outputs_that_do_not_fit_together_are_lists() -> None:
-    """Such as masks of padded batches, or names."""
-    masks, names = Outputs([(torch.ones(2), "a"), (torch.ones(3), "b")], [0.5, 0.5]).combined
-    assert [mask.numel() for mask in masks] == [2, 3]
-    assert names == ["a", "b"]
 
 
 def test_one_micro_batch_returns_what_it_returned_and_none_nothing() -> None:

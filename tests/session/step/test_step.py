@@ -60,12 +60,6 @@ def test_one_tensor_may_be_there_twice_and_not_the_next_time() -> None:
         twins.take({**batch, "y": batch["x"]} if seed < 2 else batch)
 
 
-def prints(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss, and print a line."""
-    print("a step")
-    return chain_loss(model, batch)
-
-
 def test_a_report_shows_the_phases_of_a_step() -> None:
     """Micro-batches overlap phase by phase."""
     model = Chain()
@@ -81,14 +75,6 @@ def test_a_report_shows_the_phases_of_a_step() -> None:
     assert status(step) == str(shown).splitlines()[0]
     assert shown.metrics()["apollo/settled"] == 1
     assert Report.from_json(shown.to_json()) == shown
-
-
-def test_a_report_of_a_loop_says_why_it_is_one() -> None:
-    """And so does its first line."""
-    step = compile_step(Chain(), prints, options=EAGER)
-    step(chain_batch(0))
-    assert status(step) == str(report(step)).splitlines()[0]
-    assert status(step).startswith("falls back: loop over micro-batches")
 
 
 class Trainer:

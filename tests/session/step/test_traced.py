@@ -13,6 +13,7 @@ from torch import nn
 from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.ir import Variant
 from apollo_compile.session.step.traced import add_gradients, agree, gradients_of_loop
+from tests.end_to_end.step_cases.turns import compile_nothing
 from tests.end_to_end.twins import EAGER, chain_batch, chain_loss, compile_step
 from tests.session.step.towers import COMPARED
 
@@ -80,8 +81,11 @@ def test_weights_are_read_in_every_step_of_a_loop_inside_of_autocast() -> None:
     ],
     ids=["a layer is thawed", "a layer is frozen", "a layer comes"],
 )
-def test_what_is_trained_may_change_before_inductor_traces_the_step(change: Callable[[nn.Sequential], object]) -> None:
+def test_what_is_trained_may_change_before_inductor_traces_the_step(
+    change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its gradients are of the parameters that the program has, and only guards of the loss function know of others."""
+    compile_nothing(monkeypatch)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
     step = compile_step(model, chain_loss, options=COMPARED)
     while not (step.tuners and step.tuners[0].is_settled):

@@ -15,8 +15,7 @@ COMPARED = {**EAGER, "plan.autotune": True, "plan.compile_share": 1e6}
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Return the loss of any model here."""
-    loss: torch.Tensor = model(batch).square().mean()
-    return loss
+    return model(batch).square().mean()
 
 
 def batch_of(seed: int) -> torch.Tensor:
@@ -41,5 +40,4 @@ class Towers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of both."""
-        y: torch.Tensor = self.left(x) + self.right(x)
-        return y
+        return self.left(x) + self.right(x)
