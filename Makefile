@@ -11,8 +11,8 @@ SOURCES := $(or $(shell find csrc runtime -type f ! -name CMakeLists.txt),$(erro
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
-LONE_TESTS := tests/cluster/test_run.py tests/distributed tests/native $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
-OTHER_TESTS := $(if $(TORCH),tests/end_to_end tests/session,$(LONE_TESTS:%=--ignore=%))
+LONE_TESTS := tests/distributed $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
+OTHER_TESTS := $(if $(TORCH),$(addprefix tests/,cluster/test_run.py end_to_end native session),$(LONE_TESTS:%=--ignore=%))
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
@@ -35,8 +35,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
 
-# Tests of lanes and ranks have the machine alone. In all other tests time goes into compiling, which shares it well, apart
-# from two OpenMP teams that would spin on the same cores. With TORCH, those that run compiled models.
+# Tests of ranks have the machine alone, and so has a calibration. In all other tests time goes into compiling, which shares
+# it well, apart from two OpenMP teams that would spin on the same cores. With TORCH, those that run compiled models.
 test: $(VENV)/installed native
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(OTHER_TESTS)
 	$(BIN)/python -m pytest $(LONE_TESTS)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks.gpu_suite.__main__ import _workloads  # noqa: E402
 from benchmarks.workloads import build  # noqa: E402
 from benchmarks.workloads.act import Act  # noqa: E402
-from benchmarks.workloads.gpu import NAMES, POLICIES, SHAPES, Multimodal, build_gpu_workload, is_branchy  # noqa: E402
+from benchmarks.workloads.gpu import NAMES, POLICIES, SHAPES, Multimodal, build_gpu_workload  # noqa: E402
 from benchmarks.workloads.policies import DiffusionPolicy, Vla  # noqa: E402
 from benchmarks.workloads.specs import SPECS  # noqa: E402
 
@@ -56,14 +53,6 @@ def test_models_of_gpu_size_train(name: str) -> None:
         assert all((p.grad is not None) == p.requires_grad for p in workload.model.parameters())
         losses.append(loss.item())
     assert losses[0] == losses[1] and losses[0] > 0
-
-
-def test_the_gpu_suite_takes_workloads_by_name_and_batch() -> None:
-    """Those of robots and of learners too, which all have branches."""
-    assert _workloads("act:8, diffusion_policy:64, vla:8, dreamer:16")[3] == ("dreamer", 16)
-    assert [name for name in NAMES if not is_branchy(name)] == ["llava", "chain"]
-    with pytest.raises(argparse.ArgumentTypeError, match="vla, dreamer"):
-        _workloads("act")
 
 
 def test_policies_have_the_sizes_of_the_originals() -> None:

@@ -8,7 +8,6 @@ from apollo_compile.cluster.generate import generate_jobs
 from apollo_compile.cluster.policies import policy_by_name, prices
 from apollo_compile.cluster.simulate import simulate
 from apollo_compile.cluster.values import Cluster, Gang, Job, JobSchedule, Nodes
-from apollo_compile.errors import ClusterError
 
 TWO = Cluster(nodes=(Nodes(kind="cpu", count=2, devices=1),))
 KINDS = Cluster(nodes=(Nodes(kind="fast", count=1, devices=1), Nodes(kind="slow", count=1, devices=1)))
@@ -99,9 +98,3 @@ def test_the_price_of_a_kind_is_its_relative_speed() -> None:
         job("b", 1, gang(1, 1.0, "fast"), gang(1, 4.0, "slow")),
     ]
     assert prices(KINDS, jobs)[0] == {"fast": 1.0, "slow": pytest.approx(0.375)}
-
-
-def test_an_unknown_policy_is_an_error() -> None:
-    """With the known ones."""
-    with pytest.raises(ClusterError, match="unknown policy 'fair'; known: fcfs, gavel, apollo"):
-        policy_by_name("fair", TWO, [])

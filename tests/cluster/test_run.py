@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 import apollo_compile
-from apollo_compile.cluster.files import format_plan_file
+from apollo_compile.cluster.files import format_plan_file, read_plan
+from apollo_compile.cluster.run import run_plan
 from apollo_compile.cluster.values import Cluster, ClusterPlan, Gang, Job, JobPlacement, Nodes
+from apollo_compile.errors import ClusterError
 
 pytest.importorskip("ray")
 
 SCRIPT = """
 import sys
+
+num_steps = int(sys.argv[1])
 import torch
 import torch.distributed as dist
 
@@ -25,7 +29,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(int(sys.argv[1])):
+for _ in range(num_steps):
     optimizer.zero_grad()
     model(torch.randn(8, 16)).square().mean().backward()
     optimizer.step()
@@ -102,31 +106,30 @@ cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_a_gang_spans_the_nodes_of_a_ray_cluster(tmp_path: Path) -> None:
+def test_a_gang_spans_the_nodes_of_a_ray_cluster_or_is_an_error_if_it_can_never_hold_it(tmp_path: Path) -> None:
     """Two nodes, which Ray pretends to have on this machine, with a device each: two torchruns are one job."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    save(tmp_path / "plan.json", job("wide", 2, "2"), num_nodes=2)
     command = [sys.executable, "-c", NODES]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
         assert nodes.stdin is not None and nodes.stdout is not None
-        done = run(tmp_path, "--address", nodes.stdout.readline().strip())
+        address = nodes.stdout.readline().strip()
+        save(tmp_path / "plan.json", job("huge", 3, "1"))
+        refused = run(tmp_path, "--address", address)
+        save(tmp_path / "plan.json", job("wide", 2, "2"), num_nodes=2)
+        done = run(tmp_path, "--address", address)
         nodes.stdin.close()
+    assert refused.returncode == 1
+    assert "job huge needs 3 of cpu1, and the Ray cluster has 2; start its nodes with --resources" in refused.stderr
     assert done.returncode == 0, done.stderr
     logs = [(tmp_path / "logs" / f"wide-{rank}.log").read_text() for rank in range(2)]
     assert [f"rank {rank} of 2" in log for rank, log in enumerate(logs)] == [True, True]
 
 
-@pytest.mark.slow
-def test_a_gang_that_the_cluster_can_never_hold_is_an_error(tmp_path: Path) -> None:
-    """It does not wait for ever."""
-    save(tmp_path / "plan.json", job("wide", 3, "1"))
-    done = run(tmp_path)
-    assert done.returncode == 1
-    assert "job wide needs 3 of cpu1, and the Ray cluster has 2; start its nodes with --resources" in done.stderr
-
-
-def test_a_plan_without_commands_is_refused_before_ray_starts(tmp_path: Path) -> None:
+def test_a_plan_without_commands_is_refused_before_ray_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the job's name."""
     save(tmp_path / "plan.json", Job(name="idle", steps=1, gangs=(Gang(kind="cpu1", devices=1, step_s=1.0),)))
-    done = run(tmp_path)
-    assert done.returncode == 1 and "job idle has no command" in done.stderr
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ClusterError, match="job idle has no command"):
+        run_plan(read_plan(tmp_path / "plan.json"), logs=tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +39,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{seconds:6.1f} s  {name}")
 
 
-def run_ranks(
-    scenarios: Iterable[str],
-    factory: pytest.TempPathFactory,
-    config: pytest.Config,
-    *,
-    module: str,
-    size: int,
-    function: Callable[..., None] | None = None,
-) -> Seen:
-    """Run the scenarios of a module on `size` ranks, by its own function if there is one; return what these saw."""
-    folder = factory.mktemp("ranks")
-    if function is None:
-        start_ranks(work.run_rank, module, size, folder, module, size)
-    else:
-        start_ranks(function, module, size, folder)
+@pytest.fixture(scope="module")
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What ranks saw of the scenarios of `WORK`, the module that a file of tests names.
+
+    Ranks start once and run everything one after the other, since starting them takes longer than most of it.
+    """
+    module, folder = request.module.WORK, tmp_path_factory.mktemp("ranks")
+    sizes = {name: size for size, scenarios in module.SCENARIOS.items() for name in scenarios}
+    for size in module.SCENARIOS:
+        start_ranks(work.run_rank, module.__name__, size, folder, module.__name__, size)
 
     def read(name: str) -> list[dict[str, Any]]:
-        return read_ranks(folder, size, f"{name} ")
+        return read_ranks(folder, sizes[name], f"{name} ")
 
-    for name in scenarios:
-        config.stash[DURATIONS].append((f"{size} ranks, {name}", max(result["seconds"] for result in read(name))))
+    durations = ((f"{size} ranks, {name}", max(each["seconds"] for each in read(name))) for name, size in sizes.items())
+    request.config.stash[DURATIONS].extend(durations)
     return read
 
 
@@ -76,7 +71,8 @@ def start_ranks(function: Callable[..., None], module: str, size: int, folder: P
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
     arguments = (*arguments, store.port, folder)
     seconds = 2 * work.PATIENCE.total_seconds()
-    mp.get_context("forkserver").set_forkserver_preload([module])
+    preloaded = [work.__name__, module, "transformers.models.clip.modeling_clip"]
+    mp.get_context("forkserver").set_forkserver_preload(preloaded)
     ranks = mp.start_processes(function, arguments, nprocs=size, join=False, start_method="forkserver")
     deadline = time.monotonic() + seconds
     try:

@@ -1,4 +1,4 @@
-"""What every rank of the pipelines does: `run_rank` is called in processes of their own, and writes what it saw."""
+"""What every rank of the pipelines does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +21,14 @@ from apollo_compile.distributed.measured_plan import MeasuredPlan
 from apollo_compile.distributed.pipeline.values import StageTimes
 from apollo_compile.errors import PipelinePlanError
 from apollo_compile.units import NS_PER_MS, NS_PER_S
+from tests.distributed.work import SIZE, Result, Scenario
 
-SIZE = 2
 STEPS = 10
 MICROBATCHES = 4
 BATCH = 8
 WIDTH, TOKENS, VOCABULARY, PATCHES, PATCH = 16, 6, 32, 4, 12
-PATIENCE = datetime.timedelta(seconds=300)
 SHORT_PATIENCE = datetime.timedelta(seconds=2)
 """Timeout of the group in which one rank dies."""
-
-Result = dict[str, Any]
 
 
 class Layer(nn.Module):
@@ -382,7 +378,7 @@ def refusals(rank: int) -> Result:
     }
 
 
-def death(rank: int, store: dist.Store) -> Result:
+def death(rank: int) -> Result:
     """Return what a rank is told whose neighbour takes no second step, so that features never come."""
     group = dist.new_group(timeout=SHORT_PATIENCE)
     # From 2.15 on torch waits for its own sends before it raises, as long as their group does.
@@ -396,48 +392,36 @@ def death(rank: int, store: dist.Store) -> Result:
             filled(tokens, encoder_inputs=media)
         except RuntimeError as problem:
             error = str(problem)
-        store.set("has failed", "yes")
     else:
         filled(encoder_inputs=media, target=target)
-        store.wait(["has failed"], PATIENCE)
+    dist.barrier()
     return {"error": error}
 
 
-LAST = "death"
-"""The last scenario: its group is of no use behind it."""
-
-SCENARIOS: Mapping[str, Callable[[int], Result]] = {
-    "1f1b on stage 0": partial(train, is_filled=False),
-    "1f1b in bubbles": partial(train, is_filled=True),
-    "1f1b in bubbles, few live": partial(train, is_filled=True, max_live=1),
-    "interleaved on stage 0": partial(train, schedule="interleaved", is_filled=False),
-    "interleaved in bubbles": partial(train, schedule="interleaved", is_filled=True),
-    "gpipe in bubbles": partial(train, schedule="gpipe", is_filled=True),
-    "frozen on stage 0": partial(train, frozen=("images",), is_filled=False),
-    "frozen in bubbles": partial(train, frozen=("images",), is_filled=True),
-    "two on stage 0": partial(train, encoders=("images", "sounds"), frozen=("sounds",), is_filled=False),
-    "two in bubbles": partial(train, encoders=("images", "sounds"), frozen=("sounds",), is_filled=True),
-    "text only": partial(train, text_only=(1, 3), is_filled=True),
-    "text only, alone": lambda rank: train_alone(text_only=(1, 3)),
-    "1f1b in bubbles, measured": partial(train, is_filled=True, is_measured=True),
-    "interleaved in bubbles, measured": partial(train, schedule="interleaved", is_filled=True, is_measured=True),
-    "text only, measured": partial(train, text_only=(1, 3), is_filled=True, is_measured=True),
-    "measured": measure,
-    "segments measured": measure_segments,
-    "failure in step 2": partial(fail_once, step=2),
-    "failure in step 3": partial(fail_once, step=3),
-    "accumulate": accumulate,
-    "refusals": refusals,
+SCENARIOS: dict[int, dict[str, Scenario]] = {
+    SIZE: {
+        "1f1b on stage 0": partial(train, is_filled=False),
+        "1f1b in bubbles": partial(train, is_filled=True),
+        "1f1b in bubbles, few live": partial(train, is_filled=True, max_live=1),
+        "interleaved on stage 0": partial(train, schedule="interleaved", is_filled=False),
+        "interleaved in bubbles": partial(train, schedule="interleaved", is_filled=True),
+        "gpipe in bubbles": partial(train, schedule="gpipe", is_filled=True),
+        "frozen on stage 0": partial(train, frozen=("images",), is_filled=False),
+        "frozen in bubbles": partial(train, frozen=("images",), is_filled=True),
+        "two on stage 0": partial(train, encoders=("images", "sounds"), frozen=("sounds",), is_filled=False),
+        "two in bubbles": partial(train, encoders=("images", "sounds"), frozen=("sounds",), is_filled=True),
+        "text only": partial(train, text_only=(1, 3), is_filled=True),
+        "text only, alone": lambda rank: train_alone(text_only=(1, 3)),
+        "1f1b in bubbles, measured": partial(train, is_filled=True, is_measured=True),
+        "interleaved in bubbles, measured": partial(train, schedule="interleaved", is_filled=True, is_measured=True),
+        "text only, measured": partial(train, text_only=(1, 3), is_filled=True, is_measured=True),
+        "measured": measure,
+        "segments measured": measure_segments,
+        "failure in step 2": partial(fail_once, step=2),
+        "failure in step 3": partial(fail_once, step=3),
+        "accumulate": accumulate,
+        "refusals": refusals,
+        "death": death,
+    }
 }
-
-
-def run_rank(rank: int, port: int, folder: Path) -> None:
-    """Run every scenario, and write what this rank saw."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
-    for name, scenario in {**SCENARIOS, LAST: partial(death, store=store)}.items():
-        begin = time.monotonic()
-        result = scenario(rank)
-        torch.save({**result, "seconds": time.monotonic() - begin}, folder / f"{name} {rank}.pt")
-    dist.destroy_process_group()
+"""By the number of ranks that run them."""

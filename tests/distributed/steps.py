@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -95,16 +94,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..
 }
 """Model, loss function and batch, by name."""
 
-CASES = list(itertools.product(("towers", "chain", "clip"), (1, 2), (None, NORM)))
+CASES = [("towers", 1, None), *itertools.product(("towers", "chain", "clip"), (1, 2), (NORM,))]
 """Model, number of micro-batches, and norm to which gradients are clipped."""
-
-SHARDED_CASES = [case for case in CASES if case[2] is not None or case[:2] == ("towers", 1)]
-"""Those under FSDP2."""
 
 
 def compare(
     rank: int,
-    folder: Path,
     *,
     name: str,
     count: int,
@@ -169,7 +164,7 @@ def train_by_loop(
     return total
 
 
-def run_other_shapes(rank: int, folder: Path, wrap: Callable[[nn.Module], nn.Module]) -> Result:
+def run_other_shapes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Result:
     """In the fifth step, rank 1 gets a batch of another shape and runs a loop, while rank 0 runs its program.
 
     The model is evaluated after every step.
@@ -195,7 +190,7 @@ def run_other_shapes(rank: int, folder: Path, wrap: Callable[[nn.Module], nn.Mod
     return {"losses": losses, "expected losses": expected, "sent": sent, **both_states(model, other), **outcome(step)}
 
 
-def run_no_sync(rank: int, folder: Path) -> Result:
+def run_no_sync(rank: int) -> Result:
     """Without an optimizer: gradients of a step inside of `no_sync` stay local, and the next step averages the sum."""
     torch.manual_seed(0)
     model = wrap_ddp(Towers())
@@ -215,7 +210,7 @@ def run_no_sync(rank: int, folder: Path) -> Result:
     return {"found": found, "expected": expected, "sent inside": sent, **outcome(step)}
 
 
-def run_wrong_meshes(rank: int, folder: Path) -> Result:
+def run_wrong_meshes(rank: int) -> Result:
     """A mesh of two dimensions, and one for a model that has ranks already."""
     found: Result = {}
     line, square = init_device_mesh("cpu", (SIZE,)), init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("data", "rest"))
@@ -227,7 +222,7 @@ def run_wrong_meshes(rank: int, folder: Path) -> Result:
     return found
 
 
-def run_failure(rank: int, folder: Path, *, is_sharded: bool) -> Result:
+def run_failure(rank: int, *, is_sharded: bool) -> Result:
     """Rank 1 gets a damaged batch in a step that is a program, which raises before the first mean."""
     group = dist.new_group(timeout=PATIENCE)
     torch.manual_seed(0)
@@ -263,7 +258,7 @@ def own_state(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def run_sharded_gradients(rank: int, folder: Path) -> Result:
+def run_sharded_gradients(rank: int) -> Result:
     """Without an optimizer: gradients of steps add up in shards; those of one that does not sync, in the next one."""
     torch.manual_seed(0)
     plain = Uneven()
@@ -283,7 +278,7 @@ def run_sharded_gradients(rank: int, folder: Path) -> Result:
     return {"found": found, "expected": expected, **outcome(step)}
 
 
-def run_refused(rank: int, folder: Path) -> Result:
+def run_refused(rank: int) -> Result:
     """Under FSDP2 with other settings: loops, with one reason."""
     square = init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("replicas", "shards"))
     settings: dict[str, dict[str, Any]] = {
@@ -300,7 +295,7 @@ def run_refused(rank: int, folder: Path) -> Result:
     return found
 
 
-def run_explained(rank: int, folder: Path) -> Result:
+def run_explained(rank: int) -> Result:
     """Rank 0 alone asks for the plan of a step that both take then."""
     torch.manual_seed(0)
     model = wrap_ddp(make_chain())
@@ -325,7 +320,7 @@ def run_explained(rank: int, folder: Path) -> Result:
     return {**found, "linked": names, "before": before, "after": after}
 
 
-def run_unused(rank: int, folder: Path) -> Result:
+def run_unused(rank: int) -> Result:
     """A layer that the loss does not use: an error that names it, as of DDP, and a loop where DDP was told."""
     found: Result = {}
     for name, options in (("error", {}), ("verdicts", {"find_unused_parameters": True})):
@@ -431,7 +426,8 @@ def wrap_fsdp(model: nn.Module) -> nn.Module:
 SCENARIOS: dict[int, dict[str, Scenario]] = {
     SIZE: {
         **{
-            f"{name} {count} {norm}": partial(compare, name=name, count=count, norm=norm, wrap=wrap_ddp)
+            f"{kind}{name} {count} {norm}": partial(compare, name=name, count=count, norm=norm, wrap=wrap)
+            for kind, wrap in (("", wrap_ddp), ("fsdp ", wrap_fsdp))
             for name, count, norm in CASES
         },
         "mesh": partial(compare, name="chain", count=2, norm=NORM, wrap=wrap_ddp, mesh=True),
@@ -444,10 +440,6 @@ SCENARIOS: dict[int, dict[str, Scenario]] = {
         "explained": run_explained,
         "no sync": run_no_sync,
         "unused": run_unused,
-        **{
-            f"fsdp {name} {count} {norm}": partial(compare, name=name, count=count, norm=norm, wrap=wrap_fsdp)
-            for name, count, norm in SHARDED_CASES
-        },
         "failure": partial(run_failure, is_sharded=False),
         "fsdp failure": partial(run_failure, is_sharded=True),
     }

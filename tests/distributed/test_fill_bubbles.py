@@ -1,7 +1,4 @@
-"""Two ranks over gloo with encoders in the bubbles of their pipeline: the numbers of encoders on the first stage.
-
-The ranks start once and run everything one after the other; a test reads what they wrote.
-"""
+"""Two ranks over gloo with encoders in the bubbles of their pipeline: the numbers of encoders on the first stage."""
 
 from __future__ import annotations
 
@@ -17,16 +14,11 @@ from apollo_compile.distributed.pipeline.simulate import end_of, orders_of, simu
 from apollo_compile.distributed.pipeline.text import format_prediction
 from apollo_compile.distributed.pipeline.values import Encoder, StageTimes, one_replica_per_rank
 from tests.distributed import pipeline_work as work
-from tests.distributed.conftest import Seen, needs_gloo, run_ranks
+from tests.distributed.conftest import Seen, needs_gloo
 
 pytestmark = needs_gloo
 
-
-@pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Run the scenarios; return what the ranks saw of one."""
-    scenarios, run = (*work.SCENARIOS, work.LAST), work.run_rank
-    return run_ranks(scenarios, tmp_path_factory, request.config, module=work.__name__, size=work.SIZE, function=run)
+WORK = work
 
 
 def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -195,5 +187,5 @@ def test_what_cannot_be_filled_is_refused_in_words(seen: Seen, name: str, messag
 
 def test_a_rank_whose_features_never_come_ends_with_an_error(seen: Seen) -> None:
     """Within the timeout of the group that was given for them."""
-    error = seen(work.LAST)[0]["error"].lower()
+    error = seen("death")[0]["error"].lower()
     assert "timed out" in error or "timeout" in error or "closed" in error, error

@@ -11,19 +11,13 @@ import torch
 from apollo_compile.device.cpu.execute import most_units
 from apollo_compile.ir import Variant
 from tests.distributed import steps, work
-from tests.distributed.conftest import Seen, needs_gloo, run_ranks
+from tests.distributed.conftest import Seen, needs_gloo
 
 pytestmark = [needs_gloo, pytest.mark.skipif(most_units() < 2, reason="one core has no lanes")]
 
+WORK = steps
 NAMES = [f"{name} {count} {norm}" for name, count, norm in steps.CASES]
-SHARDED = [f"fsdp {name} {count} {norm}" for name, count, norm in steps.SHARDED_CASES]
-
-
-@pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Run all scenarios; return what two ranks saw of one, by rank."""
-    scenarios = steps.SCENARIOS[work.SIZE]
-    return run_ranks(scenarios, tmp_path_factory, request.config, module=steps.__name__, size=work.SIZE)
+SHARDED = [f"fsdp {name}" for name in NAMES]
 
 
 def assert_trained_alike(results: list[dict[str, Any]]) -> None:

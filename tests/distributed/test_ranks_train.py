@@ -1,8 +1,7 @@
 """Two or three ranks that train over gloo: same numbers as one process, same plans, no hang.
 
-The ranks start once and run everything one after the other, since starting them takes longer than most of it; they are
-forked from a process that has imported what they need and done nothing else. Each writes what it saw; a test reads
-that. A rank that waits in vain fails after `PATIENCE`, and all are ended then.
+They are forked from a process that has imported what they need and done nothing else. A rank that waits in vain fails
+after `PATIENCE`, and all are ended then.
 """
 
 from __future__ import annotations
@@ -15,22 +14,11 @@ import torch
 from apollo_compile.device.cpu.execute import most_units
 from apollo_compile.ir import Plan, Role, Variant
 from tests.distributed import work
-from tests.distributed.conftest import Seen, needs_gloo, run_ranks
+from tests.distributed.conftest import Seen, needs_gloo
 
 pytestmark = [needs_gloo, pytest.mark.skipif(most_units() < 2, reason="one core has no lanes")]
 
-
-@pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Run the scenarios of two ranks; return what these saw of one, by rank."""
-    scenarios = work.SCENARIOS[work.SIZE]
-    return run_ranks(scenarios, tmp_path_factory, request.config, module=work.__name__, size=work.SIZE)
-
-
-@pytest.fixture(scope="module")
-def seen_by_three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Run those of three ranks: more than CI has cores."""
-    return run_ranks(work.SCENARIOS[3], tmp_path_factory, request.config, module=work.__name__, size=3)
+WORK = work
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +84,9 @@ def test_layers_split_by_dtensor_train_as_before(seen: Seen) -> None:
     assert _num_lanes(first["plans"][0]) > 1 and _num_lanes(second["plans"][0]) == 1
 
 
-def test_collectives_in_two_branches_meet_their_own(seen_by_three: Seen) -> None:
+def test_collectives_in_two_branches_meet_their_own(seen: Seen) -> None:
     """The tensors have equal shapes: if they were exchanged in another order, only the numbers would tell."""
-    results = seen_by_three("branches")
+    results = seen("branches")
     assert results[0]["plans"] == results[1]["plans"] == results[2]["plans"]
     for result in results:
         (plan,), (collectives,) = result["plans"], result["collectives"]
@@ -182,9 +170,9 @@ def test_dynamic_shapes_train_in_inductor_on_all_ranks(seen: Seen) -> None:
         torch.testing.assert_close(result["found"], result["expected"], rtol=1e-4, atol=1e-6)
 
 
-def test_a_graph_that_only_one_rank_has_blocks_nobody(seen_by_three: Seen) -> None:
+def test_a_graph_that_only_one_rank_has_blocks_nobody(seen: Seen) -> None:
     """As when a modality is absent from the batches of the others."""
-    assert [len(result["plans"]) for result in seen_by_three("absent")] == [0, 1, 0]
+    assert [len(result["plans"]) for result in seen("absent")] == [0, 1, 0]
 
 
 def test_ranks_divide_the_cores_and_say_so(seen: Seen) -> None:

@@ -61,8 +61,8 @@ LANES = {
 
 Result = dict[str, Any]
 
-Scenario = Callable[[int, Path], Result]
-"""Returns what a rank saw; takes the rank, and a folder that all ranks share."""
+Scenario = Callable[[int], Result]
+"""Returns what a rank saw."""
 
 
 def make_clip() -> nn.Module:
@@ -185,15 +185,15 @@ def train_reference() -> Result:
 # --------------------------------------------------------------------------------------------------------- scenarios
 
 
-def train_ddp(rank: int, folder: Path) -> Result:
+def train_ddp(rank: int) -> Result:
     """CLIP under DDP."""
     model = make_clip()
-    options = {**LANES, "device.profile": _wrong_profile(rank, folder)}
+    options = {**LANES, "device.profile": _wrong_profile(rank)}
     run = torch.compile(DistributedDataParallel(model), backend="apollo", options=options)
     return _train_clip(rank, model, run)
 
 
-def train_buckets(rank: int, folder: Path) -> Result:
+def train_buckets(rank: int) -> Result:
     """A model of several buckets, which Dynamo cuts into a graph for each."""
     torch.manual_seed(0)
     model = Chain()
@@ -214,7 +214,7 @@ def train_buckets(rank: int, folder: Path) -> Result:
     }
 
 
-def train_fsdp(rank: int, folder: Path) -> Result:
+def train_fsdp(rank: int) -> Result:
     """CLIP under FSDP2, its parameters sharded as one group, so that both towers are in one graph."""
     model = make_clip()
     fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)))
@@ -225,20 +225,20 @@ def train_fsdp(rank: int, folder: Path) -> Result:
     return {**result, "reported": [name in reported for name in names]}
 
 
-def train_fsdp_natively(rank: int, folder: Path) -> Result:
+def train_fsdp_natively(rank: int) -> Result:
     """The same with native bodies, which DDP's run has compiled, and plans made anew.
 
     The memory of parameters goes and comes again behind every forward and every backward.
     """
     model = make_clip()
     fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)), reshard_after_forward=True)
-    options = {**LANES, "device.profile": _wrong_profile(rank, folder)}
+    options = {**LANES, "device.profile": _wrong_profile(rank)}
     result = _train_clip(rank, model, torch.compile(model, backend="apollo", options=options))
     (entry,) = registry.find_models(model)
     return {**result, "native": [body.entry_address is not None for graph in entry.graphs for body in graph.bodies]}
 
 
-def train_tensor_parallel(rank: int, folder: Path) -> Result:
+def train_tensor_parallel(rank: int) -> Result:
     """Layers split over the ranks; DTensor puts the collectives into the graphs.
 
     The ranks have different numbers of lanes, so each runs another plan, in its own time.
@@ -250,7 +250,7 @@ def train_tensor_parallel(rank: int, folder: Path) -> Result:
     return {"expected": expected, "found": found, **_graphs(model)}
 
 
-def train_tensor_parallel_mixed(rank: int, folder: Path) -> Result:
+def train_tensor_parallel_mixed(rank: int) -> Result:
     """Layers that are split: rank 0 runs its plans, and rank 1 the whole graphs as Inductor compiles them."""
     alone, model = _twice(Towers)
     _split_layers(model)
@@ -276,7 +276,7 @@ def _named(name: str, result: Result) -> Result:
     return {f"{name} {key}": value for key, value in result.items()}
 
 
-def run_branches(rank: int, folder: Path) -> Result:
+def run_branches(rank: int) -> Result:
     """Collectives that the user wrote into two branches; compiled code has those of tensor parallelism."""
     torch.manual_seed(0)
     model = Pair(dist.group.WORLD)
@@ -285,7 +285,7 @@ def run_branches(rank: int, folder: Path) -> Result:
         return {"expected": model(inputs(rank)), "found": [run(inputs(rank)) for _ in range(5)], **_graphs(model)}
 
 
-def run_dynamic(rank: int, folder: Path) -> Result:
+def run_dynamic(rank: int) -> Result:
     """A model under DDP whose batches are of other sizes in every step, and on every rank."""
     torch.manual_seed(0)
     alone, model = Pair(), Pair()
@@ -302,7 +302,7 @@ def run_dynamic(rank: int, folder: Path) -> Result:
     return {"expected": expected, "found": found, **_graphs(model)}
 
 
-def run_absent(rank: int, folder: Path) -> Result:
+def run_absent(rank: int) -> Result:
     """Only rank 1 has this modality: it compiles and plans without the others, which meet it afterwards."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     x = torch.ones(2, 8)
@@ -314,7 +314,7 @@ def run_absent(rank: int, folder: Path) -> Result:
     return _graphs(model)
 
 
-def run_with_fault(fault: Callable[[], AbstractContextManager[Any]], rank: int, folder: Path) -> Result:
+def run_with_fault(fault: Callable[[], AbstractContextManager[Any]], rank: int) -> Result:
     """A graph with collectives, of which rank 1 cannot make what rank 0 does."""
     torch.manual_seed(0)
     model = Pair(dist.group.WORLD)
@@ -337,7 +337,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 """What goes wrong on one rank, by the name of its scenario. What keeps a graph from being counted is last."""
 
 
-def run_damaged_batch(rank: int, folder: Path) -> Result:
+def run_damaged_batch(rank: int) -> Result:
     """Rank 1 gets a damaged batch, which raises before the first collective of its graph; rank 0 waits in that."""
     group = dist.new_group(timeout=PATIENCE)
     torch.manual_seed(0)
@@ -376,7 +376,7 @@ SCENARIOS: dict[int, dict[str, Scenario]] = {
 def run_rank(rank: int, module: str, size: int, port: int, folder: Path) -> None:
     """Run the `SCENARIOS` of a module for `size` ranks one after the other, and write what this rank saw of each."""
     scenarios: Mapping[int, Mapping[str, Scenario]] = importlib.import_module(module).SCENARIOS
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), XDG_CACHE_HOME=str(folder))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo else looks the machine's name up, which need not have an address
     torch.set_num_threads(2)
     log = _Lines()
@@ -389,7 +389,7 @@ def run_rank(rank: int, module: str, size: int, port: int, folder: Path) -> None
             torch._dynamo.reset()
             log.lines.clear()
             begin = time.monotonic()
-            result = scenario(rank, folder)
+            result = scenario(rank)
             result |= {"log": list(log.lines), "seconds": time.monotonic() - begin}
             torch.save(result, folder / f"{name} {rank}.pt")
         dist.barrier()
@@ -426,9 +426,9 @@ def _split_layers(model: Towers) -> None:
         parallelize_module(tower, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def _wrong_profile(rank: int, folder: Path) -> Path:
+def _wrong_profile(rank: int) -> Path:
     """Return the file of what this rank believes of the machine: another thing than the others, and all are wrong."""
-    file = folder / f"profile{rank}.json"
+    file = Path(os.environ["XDG_CACHE_HOME"]) / f"profile{rank}.json"
     save_profile(dataclasses.replace(default_profile(2), name="wrong", launch_ns=(rank + 1) * NEVER_AS_LONG_NS), file)
     return file
 

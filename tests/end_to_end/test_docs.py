@@ -16,11 +16,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from apollo_compile.config import Config, known_options
 from apollo_compile.reports.report import Report
 from apollo_compile.tools.cli import main
+from tests.end_to_end.test_examples import BODIES, use_bodies
 from tests.test_commands import COMMANDS, LONG
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +57,9 @@ def links_of(page: Path) -> list[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory to work in, which has the docs and nothing else."""
     monkeypatch.chdir(tmp_path)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     modules = set(sys.modules)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     yield tmp_path
-    torch._dynamo.reset()
     for name in set(sys.modules) - modules:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
@@ -80,11 +77,13 @@ def _pages() -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bodies", BODIES)
 @pytest.mark.parametrize("page", _pages())
 def test_the_code_of_the_docs_runs(
-    page: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: Path, bodies: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order: Python in one namespace, files where they have a title, commands with exit code 0."""
+    use_bodies(bodies, monkeypatch)
     module = ModuleType(page.stem)
     monkeypatch.setitem(sys.modules, page.stem, module)  # Dynamo asks for the module of a function that it inlines
     names = vars(module)
@@ -336,29 +335,34 @@ def test_the_site_shows_a_report_as_it_looks_now(tmp_path: Path) -> None:
 
 
 def test_the_site_does_not_build_with_a_dead_link(tmp_path: Path) -> None:
-    """In a copy, whose links to a page, a file outside docs and a heading lead nowhere."""
-    copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "docs", copy / "docs", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("apollo_compile", "benchmarks", "examples", "mkdocs.yml", *(path.name for path in ROOT.glob("*.md"))):
-        (copy / name).symlink_to(ROOT / name)
+    """In a site of one page, whose links to a page, a file outside docs and a heading lead nowhere."""
+    yaml = pytest.importorskip("yaml")
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    kept = {name: settings[name] for name in ("site_name", "strict", "hooks", "exclude_docs", "validation")}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(kept))
+    for folder in ("docs", "benchmarks"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / "docs" / "hooks.py", tmp_path / "docs")
+    (tmp_path / "CONTRIBUTING.md").write_text("# Contributing\n")
     dead = ["nothing.md", "../benchmarks/nothing.json", "index.md#nothing", "../CONTRIBUTING.md#nothing"]
     dead += ["../benchmarks", "nothing.png"]
-    with (copy / "docs" / "limits.md").open("a") as page:
-        page.writelines(f"\n{'!' * link.endswith('png')}[dead]({link})\n" for link in dead)
-    done = _build_the_site(copy, tmp_path / "site")
+    lines = [f"{'!' * link.endswith('png')}[dead]({link})\n\n" for link in dead]
+    (tmp_path / "docs" / "index.md").write_text("".join(lines))
+    done = _build_the_site(tmp_path, tmp_path / "site", PATH="")  # no browser takes a picture
     assert done.returncode == 1
     assert f"Aborted with {len(dead)} warnings in strict mode" in done.stdout, done.stdout
 
 
-def _build_the_site(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+def _build_the_site(root: Path, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command of `make docs`."""
     for module in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(module)
     makefile = (ROOT / "Makefile").read_text()
     (recipe,) = re.findall(r"^docs:.*\n\tNO_MKDOCS_2_WARNING=1 \$\(BIN\)/(mkdocs .+)", makefile, re.M)
     command = [sys.executable, "-m", *recipe.split(), "--site-dir", str(site)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **variables}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, cwd=root, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False, **both)
+    return subprocess.run(command, cwd=root, env=environment, check=False, **both)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from apollo_compile.config import Config, load_config
 from apollo_compile.session import backend, registry
+from apollo_compile.session.step import step
 
 FOLDER = Path(__file__).parents[2] / "examples"
 BODIES = ["eager", pytest.param("native", marks=pytest.mark.soak)]
@@ -57,12 +58,13 @@ def train_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 
 def use_bodies(bodies: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let graphs run with these bodies, whatever the options are."""
+    """Let graphs and steps run with these bodies unless their options say otherwise."""
 
     def load(options: Mapping[str, Any] | None = None) -> Config:
         return load_config({"runtime.bodies": bodies, **(options or {})})
 
-    monkeypatch.setattr(backend, "load_config", load)
+    for module in (backend, step):
+        monkeypatch.setattr(module, "load_config", load)
 
 
 @pytest.mark.slow
@@ -100,7 +102,6 @@ def test_the_notebook_runs(
     """Its cells are plain Python; what a cell ends with can be shown, and it ends with a step that has a state."""
     monkeypatch.chdir(tmp_path)
     use_bodies(bodies, monkeypatch)
-    torch._dynamo.reset()
     cells = json.loads((FOLDER / "first_report.ipynb").read_text())["cells"]
     names: dict[str, Any] = {}
     shown = []

@@ -66,8 +66,15 @@ def train(options: dict[str, Any] | None, mode: str = "train") -> list[torch.Ten
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Compile in segments whatever would be gained, and give every product of at least one operation to oneDNN."""
+
+    def measure(product: Matmul, cores: int) -> LibraryTimes:
+        """Look whether tensors have memory here, though forwards compile while tensors are fake."""
+        assert not isinstance(torch.mm(torch.ones(2, 2), torch.ones(2, 2)), FakeTensor)
+        assert not torch.is_grad_enabled()
+        return FASTER
+
     monkeypatch.setattr(matmul_libraries, "LEAST_FLOPS", 1)
-    monkeypatch.setattr(matmul_libraries, "_measure", lambda product, cores: FASTER)
+    monkeypatch.setattr(matmul_libraries, "_measure", measure)
     return {"debug.strict": True, "plan.planner": "serial", "device.cache": tmp_path}
 
 
@@ -92,30 +99,11 @@ def test_oneDNN_computes_all_products_and_gradients_are_those_of_eager(  # noqa:
     torch.testing.assert_close(got, train(None, mode))
 
 
-@pytest.mark.parametrize("forbid", ["option", "deterministic"])
 def test_products_stay_with_BLAS_where_the_user_says_so(  # noqa: N802
-    options: dict[str, Any], forbid: str, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    options: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By an option of apollo, or one of torch."""
-    if forbid == "deterministic":
-        request.getfixturevalue(forbid)
-    assert count_products(capfd, lambda: train({**options, "runtime.onednn": forbid != "option"})) == 0
-
-
-def test_in_the_midst_of_a_compile_products_are_measured_on_tensors_with_memory(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forwards compile while tensors are fake."""
-    seen: list[tuple[bool, bool]] = []
-
-    def look(product: Matmul, cores: int) -> LibraryTimes:
-        seen.append((isinstance(torch.mm(torch.ones(2, 2), torch.ones(2, 2)), FakeTensor), torch.is_grad_enabled()))
-        return SLOWER
-
-    monkeypatch.setattr(matmul_libraries, "_measure", look)
-    train(options)
-    assert set(seen) == {(False, False)}
-    assert len(seen) == 9  # one layer is used twice, and its products are alike
+    """By an option; `torch_bridge/test_settings.py` has the settings of torch that forbid a choice."""
+    assert count_products(capfd, lambda: train({**options, "runtime.onednn": False})) == 0
 
 
 def test_no_setting_of_the_user_reaches_a_measurement() -> None:

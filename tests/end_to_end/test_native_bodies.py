@@ -68,19 +68,11 @@ def test_an_override_of_something_else_is_refused(owner: type, name: str, monkey
         check_overrides()
 
 
-def test_a_body_of_a_torch_with_another_method_is_lost_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason has both signatures and what to do; `session/test_bodies.py` has the line of the log."""
-    monkeypatch.setattr(CppWrapperCpu, "generate_end", lambda self, result, where: None)
-    x = torch.randn(8)
-    (body,) = compile_each(lambda x: (x.cos() + 1,), of=x)
-    assert body.keeps_python is not None and body.keeps_python.is_lost and body.entry_address is None
-    assert "generate_end(self, result, where)" in body.keeps_python.reason
-    assert "docs/versions.md" in body.keeps_python.reason
-    torch.testing.assert_close(body.function([x]), [x.cos() + 1])
-
-
 def test_a_body_that_a_new_torch_writes_otherwise_is_lost_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not half changed: a text that is to be replaced and is not there costs the native form, and says which."""
+    """Not half changed: a text that is to be replaced and is not there costs the native form, and says which.
+
+    `tools/test_doctor.py` has a method with other parameters, and `session/test_bodies.py` the line of the log.
+    """
     end = CppWrapperCpu.generate_end
 
     def write_otherwise(self: Any, result: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +18,8 @@ Options = dict[str, Any]
 Function = Callable[..., Any]
 WIDTH = 64
 
-
-def storages(subject: str) -> pytest.MarkDecorator:
-    """Mark a test that docs/robustness.md counts."""
-    return pytest.mark.robustness("Special operators", subject)
+storages = partial(pytest.mark.robustness, "Special operators")
+"""Marks a test that docs/robustness.md counts."""
 
 
 class FreedTowers(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +21,8 @@ from tests.end_to_end.test_values import floats, same_call
 
 Options = dict[str, Any]
 
-
-def operators(subject: str) -> pytest.MarkDecorator:
-    """Mark a test that docs/robustness.md counts."""
-    return pytest.mark.robustness("Special operators", subject)
+operators = partial(pytest.mark.robustness, "Special operators")
+"""Marks a test that docs/robustness.md counts."""
 
 
 def both_ways(function: Any, inputs: tuple[Any, ...], options: Options) -> None:
@@ -86,7 +85,6 @@ def test_a_number_is_read_before_its_tensor_is_written(either: Options) -> None:
         counter.add_(1)
         return left - (x.T @ x).tanh() * counter.item() + before
 
-    torch._dynamo.reset()
     earlier = registry.compiled_models()
     with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
         same_call(scale, (torch.tensor(3), floats(8, 8)), either)

@@ -25,6 +25,7 @@ from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import compile_step
 from apollo_compile.torch_bridge.trees import map_tensors
 from tests.end_to_end.test_docs import ROOT, blocks_of
+from tests.end_to_end.test_examples import use_bodies
 from tests.end_to_end.twins import run_loop
 
 RECIPES = {block.title: block.code for block in blocks_of(ROOT / "docs" / "stacks.md") if block.title}
@@ -144,22 +145,11 @@ def test_steps_of_policies_and_learners_are_programs(name: str, folder: Path, mo
 
 
 @pytest.mark.slow
-def test_the_trainer_logs_metrics_and_saves_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once per verdict, and at the end: here nothing is decided before."""
-    pytest.importorskip("accelerate")
-    found = run("trainer", 'backend="apollo", options={"runtime.bodies": "eager"}', folder / "trainer", monkeypatch)
-    history = found["trainer"].state.log_history
-    (row,) = [row for row in history if "apollo/settled" in row]
-    assert row["step"] == 4
-    assert row["apollo/graphs_on_lanes"] + row["apollo/graphs_in_turn"] + row["apollo/fallbacks"] > 0
-    assert "<html" in (folder / "trainer" / "out" / "apollo.html").read_text()
-
-
-@pytest.mark.slow
 def test_the_trainer_compiles_by_the_name_of_the_backend_once_it_is_registered(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused before; the verdict is told once."""
+    """It is refused before; verdict, metrics and page come once, at the end: here nothing is decided before."""
+    use_bodies("eager", monkeypatch)
     utils = pytest.importorskip("accelerate.utils")
     integration = pytest.importorskip("apollo_compile.integrations.transformers")
     monkeypatch.setattr(utils.DynamoBackend, "_missing_", utils.DynamoBackend._missing_)
@@ -176,9 +166,13 @@ def test_the_trainer_compiles_by_the_name_of_the_backend_once_it_is_registered(
     told: list[str] = []
     monkeypatch.setattr(integration._logger, "warning", told.append)
     known = {id(model) for model in registry.compiled_models()}
-    run("trainer", 'backend="apollo"', folder / "trainer", monkeypatch)
+    found = run("trainer", 'backend="apollo"', folder / "trainer", monkeypatch)
     assert any(id(model) not in known for model in registry.compiled_models())
     assert len(told) == 1 and "measuring, about" in told[0]
+    (row,) = [row for row in found["trainer"].state.log_history if "apollo/settled" in row]
+    assert row["step"] == 4
+    assert row["apollo/graphs_on_lanes"] + row["apollo/graphs_in_turn"] + row["apollo/fallbacks"] > 0
+    assert "<html" in (folder / "trainer" / "out" / "apollo.html").read_text()
 
 
 @pytest.mark.slow

@@ -45,23 +45,12 @@ def a_named_tuple(model: nn.Module, batch: Batch) -> Outputs:
     return Outputs(scores.square().mean(), scores)
 
 
-def nested_metrics(model: nn.Module, batch: Batch) -> Any:
-    """Return metrics in a dictionary, as lerobot's policies do."""
-    scores = _scores(model, batch)
-    return scores.square().mean(), {"accuracy": (scores > 0).float().mean(), "batch": batch["x"]}
-
-
 def a_mapping(model: nn.Module, batch: Batch) -> Any:
-    """Return the loss by name, behind a part of it that has a graph."""
+    """Return the loss under two names, behind a part of it that has a graph, and metrics in a dictionary."""
     scores = _scores(model, batch)
     part = scores.square().mean()
-    return {"part": part, "loss": part + scores.abs().mean(), "rows": scores.sum(-1)}
-
-
-def the_loss_twice(model: nn.Module, batch: Batch) -> Any:
-    """Return the loss under two names."""
-    loss = _scores(model, batch).square().mean()
-    return {"loss": loss, "again": loss}
+    loss, metrics = part + scores.abs().mean(), {"accuracy": (scores > 0).float().mean(), "batch": batch["x"]}
+    return {"part": part, "loss": loss, "again": loss, "rows": scores.sum(-1), "metrics": metrics}
 
 
 def numbers(model: nn.Module, batch: Batch) -> Any:
@@ -71,7 +60,7 @@ def numbers(model: nn.Module, batch: Batch) -> Any:
     return loss, {"loss": loss.item(), "largest": largest, "again": [largest], "double": 2 * loss.detach().item() + 1}
 
 
-LOSSES = (a_tuple, a_named_tuple, nested_metrics, a_mapping, the_loss_twice, numbers)
+LOSSES = (a_tuple, a_named_tuple, a_mapping, numbers)
 
 
 def _loss_in(returned: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.sweep import Case, Result, other_batches, rotate_few, run_case
+from benchmarks.sweep import Case, Result, rotate_few, run_case
 
 
 def _run(**setting: str) -> Result:
@@ -29,15 +29,6 @@ def test_an_optimizer_that_is_compiled_trains_a_compiled_model() -> None:
     result = _run(model="quantizer", optimizer="adamw_compiled", bodies="eager")
     assert result.outcome == "passed"
     assert result.num_graphs > 2
-
-
-@pytest.mark.soak
-def test_batches_of_several_sizes_run_on_lanes() -> None:
-    """One graph for all of them, forward and backward."""
-    assert len({batch["pixel_values"].shape for batch in other_batches("vit_control")}) > 1
-    result = _run(model="vit_control", shapes="changing", bodies="eager")
-    assert result.outcome == "passed"
-    assert result.num_in_segments >= 2
 
 
 @pytest.mark.soak

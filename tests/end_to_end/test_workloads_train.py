@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import apollo_compile
 from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
@@ -72,27 +71,6 @@ def test_five_training_steps_and_inference_equal_eager(name: str, bodies: str) -
         program, graph = item.compilation.program, item.compilation.partition.graph
         assert [defect for _ in range(20) for defect in find_races(program, graph, rng)] == []
         assert all(find_races(broken, graph, rng) for broken in without_each_wait(program))
-
-
-@pytest.mark.soak
-def test_llava_is_one_graph_in_segments_where_dynamo_may_capture_numbers() -> None:
-    """It checks a number that it reads from a tensor, which breaks the graph otherwise; it trains as in eager."""
-    workload = build("llava", "tiny")
-    exact = _in_float64(workload)
-    runs = []
-
-    def loss_of(run: Callable[..., Any]) -> torch.Tensor:
-        runs.append(run)
-        return _loss_of(workload, run)
-
-    eager = train(workload.model, loss_of, steps=2)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        options = {**STRICT, "runtime.bodies": "eager"}
-        apollo = train(workload.model, loss_of, steps=2, backend="apollo", options=options)
-    report = apollo_compile.report(runs[-1])
-    assert [graph.role.value for graph in report.graphs] == ["forward", "backward"]
-    assert report.breaks == report.fallbacks == ()
-    assert_as_accurate(train(exact.model, lambda run: _loss_of(exact, run), steps=2), eager, apollo)
 
 
 def _compiled(others: list[CompiledModel]) -> list[CompiledGraph]:

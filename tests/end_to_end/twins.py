@@ -127,6 +127,7 @@ class Twins:
         expected: the equal model, where a copy would not do.
         tolerance: of all comparisons but those of gradients, relative and absolute.
         of_gradients: tolerance of gradients.
+        equal_nan: whether what is no number may be so in both.
         settings: of `compile_step`.
     """
 
@@ -142,6 +143,7 @@ class Twins:
         options: Mapping[str, Any] = EAGER,
         tolerance: tuple[float, float] = (1e-4, 1e-5),
         of_gradients: tuple[float, float] = (1e-3, 1e-5),
+        equal_nan: bool = False,
         **settings: Any,
     ) -> None:
         torch._dynamo.reset()
@@ -156,7 +158,8 @@ class Twins:
         self._loss_fn, self._split, self._count = loss_fn, split, count
         self._clip = settings.get("clip_grad_norm")
         self._close, self._close_gradient = (
-            partial(torch.testing.assert_close, rtol=rtol, atol=atol) for rtol, atol in (tolerance, of_gradients)
+            partial(torch.testing.assert_close, rtol=rtol, atol=atol, equal_nan=equal_nan)
+            for rtol, atol in (tolerance, of_gradients)
         )
 
     def take(self, batch: Any, other: Any = None, *, keeps_gradients: bool = False) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from apollo_compile import _native
-from apollo_compile.errors import InvariantError, RuntimeClosedError
+from apollo_compile.errors import InvariantError
 from tests.native.runner import JOIN, Runner, Tensors, give, take, tensor_addresses
 
 
@@ -140,16 +140,6 @@ def test_a_program_that_cannot_run_is_refused(lanes: _native.Lanes) -> None:
     """The error says what is wrong, and where."""
     with pytest.raises(InvariantError, match=r"in a circle.*lane 1, instruction 0"):
         Runner(lanes, ["", "wait 0; record 1", "wait 1; record 0"], [], outputs=[0])
-
-
-def test_closed_lanes_refuse_to_run() -> None:
-    """Closing twice is fine."""
-    lanes = _native.Lanes([[]])
-    run = Runner(lanes, [""], [], outputs=[0])
-    lanes.close()
-    lanes.close()
-    with pytest.raises(RuntimeClosedError, match="closed"):
-        run(torch.ones(3))
 
 
 def test_an_executor_in_a_reference_cycle_is_collected(lanes: _native.Lanes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -70,23 +70,9 @@ def validate(trace: Any) -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_trace_is_valid_and_has_every_segment_on_every_track(workload: str) -> None:
-    """Serial, predicted and measured; times in microseconds, as in the report."""
-    report = workload_report(workload)
-    trace = json.loads(report.to_trace())
-    validate(trace)
-    events = trace["traceEvents"]
-    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
-    assert list(processes) == ["serial", "predicted", "measured"]
-    counts = Counter(event["pid"] for event in events if event["ph"] == "X")
-    num_segments = sum(len(graph.segments) for graph in report.graphs)
-    assert counts == dict.fromkeys(processes.values(), num_segments)
-    flows = sum(event["ph"] == "s" for event in events)
-    assert flows == 2 * sum(graph.num_waits for graph in report.graphs)
-    first = report.graphs[0].timelines[1]
-    found = [e for e in events if e["ph"] == "X" and e["pid"] == processes["predicted"]][: len(first.bars)]
-    lanes = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
-    assert [(e["ts"], lanes[e["tid"]]) for e in found] == [(bar.start_ns / 1000, bar.lane) for bar in first.bars]
+def test_a_trace_is_valid(workload: str) -> None:
+    """What is in it: `test_renderings.py`, and what Perfetto reads from it: `test_perfetto.py`."""
+    validate(json.loads(workload_report(workload).to_trace()))
 
 
 def test_a_trace_without_a_run_has_no_measured_track() -> None:

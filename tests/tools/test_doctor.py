@@ -144,11 +144,11 @@ def test_a_container_limit_is_read_from_either_version(tmp_path: Path, monkeypat
         assert granted_cores() == limit
 
 
-def run_doctor(code: str = "", **environment: str) -> tuple[int, dict[str, dict[str, str]], str]:
-    """Run `apollo doctor --json` in a process of its own, after `code`; return exit code, results, errors."""
+def run_doctor(folder: Path) -> tuple[int, dict[str, dict[str, str]], str]:
+    """Run `apollo doctor --json` where a folder has modules of its own; return exit code, results, errors."""
     inherited = {name: value for name, value in os.environ.items() if name != "APOLLO_PROFILE"}
-    code += "\nfrom apollo_compile.tools.cli import main; raise SystemExit(main(['doctor', '--json']))"
-    command, env = [sys.executable, "-c", code], {**inherited, **environment}
+    command = [sys.executable, "-m", "apollo_compile.tools.cli", "doctor", "--json"]
+    env = {**inherited, "PYTHONPATH": str(folder)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
     return done.returncode, {f["subject"]: f for f in json.loads(done.stdout)}, done.stderr
 
@@ -195,17 +195,23 @@ def test_with_a_gpu_no_body_is_compiled_for_the_cpu(
     assert any(line.startswith("doctor: compiling a body for the CPU") for line in caplog.messages)
 
 
-@pytest.mark.slow
-def test_a_damaged_profile_and_a_core_mask_are_found(tmp_path: Path) -> None:
-    """In a process that may run on one core, and whose profile is no profile."""
+def test_a_damaged_profile_and_a_core_mask_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thread that may run on one core, and whose profile is no profile."""
     (tmp_path / "apollo_compile").mkdir()
     (tmp_path / "apollo_compile" / "profile-1.json").write_text("{")
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    status, found, errors = run_doctor(code, XDG_CACHE_HOME=str(tmp_path))
-    assert status == 0 and is_quiet(errors)
-    assert found["device profile"]["level"] == "warning" and "damaged" in found["device profile"]["message"]
-    assert "one core of" in found["cores"]["message"]
-    assert (os.cpu_count() == 1) or "may run on 1 of" in found["core mask"]["message"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("APOLLO_PROFILE")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        facts = look()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert is_fit(diagnose(facts))
+    profile = find(facts, "device profile")
+    assert profile.level is Level.WARNING and "damaged" in profile.message
+    assert "one core of" in find(facts, "cores").message
+    assert (os.cpu_count() == 1) or "may run on 1 of" in find(facts, "core mask").message
 
 
 @pytest.mark.slow
@@ -221,7 +227,7 @@ def test_a_damaged_profile_and_a_core_mask_are_found(tmp_path: Path) -> None:
 def test_a_wrong_torch_is_a_finding_without_a_traceback(tmp_path: Path, content: str, message: str) -> None:
     """Too old, broken, or something else of that name."""
     (tmp_path / "torch.py").write_text(content)
-    status, found, errors = run_doctor(PYTHONPATH=str(tmp_path))
+    status, found, errors = run_doctor(tmp_path)
     assert status == 1 and is_quiet(errors)
     assert found["torch"]["level"] == "error" and message in found["torch"]["message"]
     assert found["C++ compiler"]["level"] == "ok"
@@ -236,7 +242,7 @@ def test_a_solver_that_cannot_be_imported_is_a_finding_with_the_protobuf_it_asks
     (tmp_path / "ortools-9.99.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: ortools\nVersion: 9.99\nRequires-Dist: protobuf<9.1,>=9.0\n"
     (tmp_path / "ortools-9.99.dist-info" / "METADATA").write_text(metadata)
-    status, found, _ = run_doctor(PYTHONPATH=str(tmp_path))
+    status, found, _ = run_doctor(tmp_path)
     assert status == 0 and found["OR-Tools"]["level"] == "warning"
     assert "TypeError: Descriptors" in found["OR-Tools"]["message"]
     assert "requires protobuf<9.1,>=9.0, and " in found["OR-Tools"]["message"]

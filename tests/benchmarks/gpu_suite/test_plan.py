@@ -14,7 +14,7 @@ from benchmarks.gpu_suite import __main__ as command
 from benchmarks.gpu_suite.device import DeviceProcess
 from benchmarks.gpu_suite.plan import BUDGET_S, OTHER_CORES, Suite
 from benchmarks.gpu_suite.stages import Report, run_stages
-from benchmarks.gpu_suite.variants import SLOW, START_LIMITS_S, VARIANTS
+from benchmarks.gpu_suite.variants import VARIANTS
 from tests.benchmarks.gpu_suite import steppers
 
 FINE = {
@@ -73,20 +73,3 @@ def test_checks_that_time_nothing_are_made_while_variants_compile(tmp_path: Path
     assert list(results["clip_b32, batch 2, bf16"]) == list(FINE)
     assert list(results["chain, batch 2, bf16"]) == ["inductor", "apollo"]  # what is slow is in the first one alone
     assert all(result.loops_ns and not result.note for found in results.values() for result in found.values())
-
-
-def test_the_first_workload_has_what_is_slow_to_compile(tmp_path: Path) -> None:
-    """Others have it if that was asked for, and in a dry run only what every target needs."""
-    assert set(START_LIMITS_S) == set(SLOW) < set(VARIANTS)
-    clip, chain = ("clip_b32", 32), ("chain", 32)
-
-    def names(workload: tuple[str, int], *arguments: str) -> list[str]:
-        suite = Suite(parse(*arguments), VARIANTS, tmp_path, DeviceProcess("cpu", tmp_path), time.monotonic)
-        return [each.name for each in suite.variants_of(workload)]
-
-    assert names(clip) == names(chain, "--thorough") == list(VARIANTS)
-    assert names(chain) == [name for name in VARIANTS if name not in SLOW]
-    assert names(chain, "--variants", "max-autotune,eager") == ["max-autotune", "eager"]
-    dry = ("--device", "cpu")
-    assert names(clip, *dry) == names(chain, *dry, "--thorough") == list(VARIANTS)
-    assert names(chain, *dry) == ["reduce-overhead", "apollo", "apollo-step"]

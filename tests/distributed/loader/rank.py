@@ -1,11 +1,9 @@
-"""What every rank of the loader's tests does: `run_rank` runs in processes of their own, and writes what it saw."""
+"""What every rank of the loader's tests does."""
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from apollo_compile import BalancedBatchSampler, BalancedStreamSampler, ModuleCosts, share_costs, weigh_loss
 from apollo_compile.distributed.loader.costs import ModuleTable
 from apollo_compile.errors import SampleError
+from tests.distributed.work import SIZE, Result, Scenario
 
-SIZE = 2
 LENGTHS = [1 + 37 * number % 29 for number in range(30)]
 """Tokens of the samples."""
 
 
-def run_rank(rank: int, port: int, folder: Path) -> None:
-    """Run all scenarios and write their results."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=False)
-    timeout = datetime.timedelta(seconds=300)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
-    found = {
+def share(rank: int) -> Result:
+    """Return what a rank saw of everything that ranks share."""
+    return {
         "gradients": [compare_gradients(1), compare_gradients(2)],
         "costs": share_costs(costs_of(rank)).digest,
         "own costs": costs_of(rank).digest,
@@ -36,8 +30,9 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
         "stream": read_stream(rank),
         "bad stream": read_bad_stream(rank),
     }
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+
+
+SCENARIOS: dict[int, dict[str, Scenario]] = {SIZE: {"share": share}}
 
 
 def costs_of(rank: int) -> ModuleCosts:

@@ -10,26 +10,26 @@ import pytest
 import torch
 
 from apollo_compile import weigh_loss
-from tests.distributed.conftest import needs_gloo, read_ranks, start_ranks
+from tests.distributed.conftest import Seen, needs_gloo
 from tests.distributed.loader import rank
 
 pytestmark = needs_gloo
 
+WORK = rank
+
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run the ranks once; return what each saw."""
-    folder = tmp_path_factory.mktemp("ranks")
-    start_ranks(rank.run_rank, rank.__name__, rank.SIZE, folder)
-    return read_ranks(folder, rank.SIZE)
+def ranks(seen: Seen) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    return seen("share")
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["one micro-batch", "two micro-batches"])
-def test_gradients_are_those_of_one_process(seen: list[dict[str, Any]], index: int) -> None:
+def test_gradients_are_those_of_one_process(ranks: list[dict[str, Any]], index: int) -> None:
     """Whatever numbers of samples and tokens the ranks have, in the smaller last step too."""
     used: list[int] = []
     counts = set()
-    for first, second in zip(*(found["gradients"][index] for found in seen), strict=True):
+    for first, second in zip(*(found["gradients"][index] for found in ranks), strict=True):
         assert torch.equal(first[0], second[0])
         for shared, whole, _ in (first, second):
             torch.testing.assert_close(shared, whole, rtol=1e-5, atol=1e-7)
@@ -39,16 +39,16 @@ def test_gradients_are_those_of_one_process(seen: list[dict[str, Any]], index: i
     assert any(a != b for a, b in counts), "all ranks had as many samples, so nothing was weighted"
 
 
-def test_all_ranks_have_the_costs_of_the_first(seen: list[dict[str, Any]]) -> None:
+def test_all_ranks_have_the_costs_of_the_first(ranks: list[dict[str, Any]]) -> None:
     """Though each predicted others, or none."""
-    expected = [seen[0]["own costs"]] * rank.SIZE
-    assert seen[0]["own costs"] != seen[1]["own costs"]
-    assert [found["costs"] for found in seen] == [found["costs of one"] for found in seen] == expected
+    expected = [ranks[0]["own costs"]] * rank.SIZE
+    assert ranks[0]["own costs"] != ranks[1]["own costs"]
+    assert [found["costs"] for found in ranks] == [found["costs of one"] for found in ranks] == expected
 
 
-def test_streams_are_shared_out_and_end_together(seen: list[dict[str, Any]]) -> None:
+def test_streams_are_shared_out_and_end_together(ranks: list[dict[str, Any]]) -> None:
     """Every step has what all ranks read for it, and both phases take about as long on each rank."""
-    first, second = (found["stream"] for found in seen)
+    first, second = (found["stream"] for found in ranks)
     assert len(first["got"]) == len(second["got"]) == 5  # the shorter stream has 21 samples
     for step, (one, other) in enumerate(zip(first["got"], second["got"], strict=True)):
         expected = itertools.chain(*(found["read"][4 * step : 4 * step + 4] for found in (first, second)))
@@ -57,9 +57,9 @@ def test_streams_are_shared_out_and_end_together(seen: list[dict[str, Any]]) -> 
         assert loads.max(axis=0).sum() < 1.3 * loads.mean(axis=0).sum()  # dealt in turn it is almost 2
 
 
-def test_a_bad_sample_of_a_stream_stops_all_ranks(seen: list[dict[str, Any]]) -> None:
+def test_a_bad_sample_of_a_stream_stops_all_ranks(ranks: list[dict[str, Any]]) -> None:
     """With its key, so that none waits for another."""
-    (message,) = {found["bad stream"] for found in seen}
+    (message,) = {found["bad stream"] for found in ranks}
     assert message.startswith("sample '1:2' costs nan seconds in phase 0")
 
 
