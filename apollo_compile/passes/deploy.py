@@ -238,8 +238,8 @@ def plan_deployment(work: StepWork, cluster: EqualDevices, *, seconds: float = 1
     try:
         placed = place_apart(fleet, [_data_parallel(fleet), _waves(work, fleet)[0]], seconds=seconds)
     except InfeasiblePlanError as error:
-        modules = zip(work.modules, fleet.modules, strict=True)
-        least, name = max((min(mode.memory for mode in modes), module.name) for module, modes in modules)
+        needs = [min(mode.memory for mode in modes) for modes in fleet.modules]
+        least, name = max(needs), work.modules[needs.index(max(needs))].name
         raise InfeasiblePlanError(
             f"{error}; {name!r} alone needs {least} bytes ({format_bytes(least)}) on each device of its largest group; "
             "raise the memory, or take a smaller batch or more devices"

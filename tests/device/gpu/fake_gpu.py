@@ -20,18 +20,12 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
-from apollo_compile.config import Config
 from apollo_compile.device.gpu.run.gpu import BodyFunction, Recording, Sharing
 from apollo_compile.device.gpu.run.memory import LiveCaptures
-from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import Lane
-from apollo_compile.store.profiles import load_profile
 from tests.device.gpu.arena import Arena, Block, Pool, aliases, at_address, poison
 
 CALLER = "caller"
@@ -371,16 +365,3 @@ class FakeGpu:
 def _addresses(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Return the addresses of the storages."""
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
-
-
-def open_stand_in(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, device: str = "cpu") -> FakeGpu:
-    """Let the backend compile for the stand-in, whose tensors are on `device`; nothing is compiled yet."""
-    profile = load_profile(Path("h200"))
-
-    def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
-        return GpuTarget(gpu, profile, config, device=torch.device(device)), None
-
-    monkeypatch.setattr("apollo_compile.session.backend.open_target", open_target)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    return gpu

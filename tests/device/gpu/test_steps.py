@@ -6,22 +6,26 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from apollo_compile.config import Config
 from apollo_compile.device.gpu.run.gpu import Sharing
+from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import Variant
+from apollo_compile.step import compile_step
+from apollo_compile.store.profiles import load_profile
+from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.builders import most_at_once
-from tests.device.gpu.fake_gpu import FakeGpu, open_stand_in
+from tests.device.gpu.fake_gpu import FakeGpu
 from tests.end_to_end.twins import Twins
-from tests.session.step.towers import loss_of
-from tests.session.test_captured import Branches, BusyGpu
-from tests.session.trained import interpret_plainly
+from tests.session.test_captured import Branches, BusyGpu, interpret_plainly
 
 PROGRAM = {
     "debug.strict": True,
@@ -37,6 +41,12 @@ FIRST = 3
 """Steps until then: loops of the same segments; in the second of them bodies are timed."""
 
 
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return a loss."""
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
 class Teacher:
     """A loss with weights of another module, which is not trained, and a factor that the test may replace."""
 
@@ -47,14 +57,30 @@ class Teacher:
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         """Return how far the model is from its teacher."""
         expected = self.model(batch) * self.others["factor"]
-        return (model(batch) - expected @ expected.T).square().mean()
+        loss: torch.Tensor = (model(batch) - expected @ expected.T).square().mean()
+        return loss
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+def units() -> int:
+    """Return the number of SMs."""
+    return 132
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, units: int) -> FakeGpu:
     """Let tensors on the CPU be on a GPU, and let torch.compile interpret, which takes no time."""
+    gpu = BusyGpu(units)
+    profile = load_profile(Path("h200"))
+    profile = profile if units == profile.units else limit_units(profile, units)
+
+    def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
+        return GpuTarget(gpu, profile, config, device=torch.device("cpu")), None
+
+    monkeypatch.setattr("apollo_compile.session.backend.open_target", open_target)
     interpret_plainly(monkeypatch)
-    return open_stand_in(monkeypatch, BusyGpu())
+    torch._dynamo.reset()
+    return gpu
 
 
 Optimize = Callable[[Any], torch.optim.Optimizer]
@@ -80,7 +106,7 @@ class Pair:
         *,
         microbatches: int = 1,
         clip: float | None = None,
-        loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+        loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_fn,
         **options: Any,
     ) -> None:
         self._twins = Twins(
@@ -226,21 +252,31 @@ def test_tensors_besides_model_and_batch_are_read_where_they_are(gpu: FakeGpu) -
 def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) -> None:
     """The step in which that is found is the loop; the verdict of another program would be of other inputs."""
     masks: list[torch.Tensor] = []
+    torch.manual_seed(0)
+    eager = Branches().double()
+    model = copy.deepcopy(eager)
 
     def loss_of(model: nn.Module, part: Sequence[torch.Tensor]) -> torch.Tensor:
-        return (model(part[0]) * part[1]).square().mean()
+        loss: torch.Tensor = (model(part[0]) * part[1]).square().mean()
+        return loss
 
     def split(batch: torch.Tensor, count: int) -> Sequence[Any]:
         return list(zip(batch.chunk(count), masks, strict=True))
 
-    close = {"tolerance": (1e-6, 1e-8), "of_gradients": (1e-7, 1e-9)}
-    twins = Twins(lambda: Branches().double(), loss_of, count=2, split=split, options=PROGRAM, **close)
+    run = compile_step(model, loss_of, microbatches=2, split=split, keep_gradients=True, options=PROGRAM)
     log = gpu.sharing(Sharing.FREE).log
     for number in range(FIRST + 6):
         mask = torch.rand(4, dtype=torch.float64)
         masks[:] = [mask, mask] if number < FIRST + 2 else [mask, mask.clone() * 2]
+        batch = torch.rand(8, 8, dtype=torch.float64)
+        for each in (model, eager):
+            each.zero_grad()
+        for part in split(batch, 2):
+            (loss_of(eager, part) / 2).backward()
         log.clear()
-        twins.take(torch.rand(8, 8, dtype=torch.float64))
+        run(batch)
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-7, atol=1e-9)
         if number == FIRST + 1:
             assert copies_in(log) == 5, "two batches, two weights, and one mask"
     assert copies_in(log) == 6 and not races_of(gpu)

@@ -105,6 +105,18 @@ def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, capl
     assert old() is None
 
 
+def test_variants_of_a_model_copy_out_together(gpu: FakeGpu) -> None:
+    """They have one memory pool: what one of them lends, another one would overwrite."""
+    pairs = [make_pair(gpu, variant="first")]
+    pairs.append(make_pair(gpu, shared=pairs[0][0].shared, variant="second"))
+    weight = torch.randn(4)
+    held = train(pairs[0], 4, zeroed="before the forward", weight=weight)
+    held = train(pairs[1], 4, zeroed="after the forward", weight=weight, held=held)
+    train(pairs[0], 4, zeroed="after the forward", weight=weight, held=held)
+    assert not lends(gpu) and [each.num_replays for _, each in pairs] == [2 + 4, 2]
+    assert not gpu.races
+
+
 def test_with_other_ranks_gradients_are_copied_out(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Communication reads them on streams of its own, also where it begins after a capture."""
     pair = _, backward = make_pair(gpu)

@@ -13,7 +13,7 @@ from apollo_compile.ir import BufferId, Role
 from apollo_compile.target.target import Contract
 from tests.builders import graph
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.run.test_execute import add_input, executable_of, make_pair, two_towers, warm_up
+from tests.device.gpu.run.test_execute import add_input, counts, executable_of, make_pair, two_towers, warm_up
 
 
 def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> None:
@@ -57,6 +57,21 @@ def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
         held.append(one)
         del kept
     assert backward.num_replays == 3 and len({each.data_ptr() for each in held}) == 6
+
+
+def test_an_output_that_is_saved_too_is_copied_for_the_user_alone(gpu: FakeGpu) -> None:
+    """Such as a hyperbolic tangent at the end of a model: its backward reads what the user sees."""
+    pair = forward, backward = make_pair(gpu, outputs=(0, 0))
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        x, tangent = torch.randn(4), torch.randn(4)
+        seen, kept = forward.run([x, weight])
+        held.append((seen, x * weight))
+        _, gradient = backward.run([kept, weight, tangent])
+        assert torch.equal(gradient, x * weight - tangent)
+        del kept, gradient
+    assert [counts(each) for each in pair] == [(2, 1, 4), (2, 1, 4)]
+    assert all(torch.equal(found, wanted) for found, wanted in held)
 
 
 def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:

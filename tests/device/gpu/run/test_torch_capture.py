@@ -197,6 +197,7 @@ def test_a_capture_that_fails_is_forgotten_by_torch(
         return
     forgotten = ["allocate no more from 7", "release 7"]
     assert ours == [*forgotten, "begin in pool None on origin", "end", "clear [1, 2]"]
+    assert captures.why_off is not None
     assert f"a capture of a CUDA graph failed (RuntimeError: no {where}), from which torch" in captures.why_off
     assert len(caplog.records) == 1 and "lanes are off for the rest of this process" in caplog.text
 
