@@ -25,7 +25,8 @@ from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.builders import most_at_once
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.end_to_end.twins import Twins
-from tests.session.test_captured import Branches, BusyGpu, interpret_plainly
+from tests.session.test_captured import Branches, BusyGpu
+from tests.session.trained import interpret_plainly
 
 PROGRAM = {
     "debug.strict": True,
