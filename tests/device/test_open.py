@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from apollo_compile.device.open import reason_without_lanes  # noqa: E402
+from apollo_compile.config import load_config  # noqa: E402
+from apollo_compile.device.cpu.execute import available_units  # noqa: E402
+from apollo_compile.device.open import reason_without_lanes, select_profile  # noqa: E402
+from apollo_compile.errors import ConfigError  # noqa: E402
+from apollo_compile.store.profiles import default_profile, save_profile  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -31,3 +38,22 @@ def test_an_option_for_cuda_is_named_on_cuda_only(kinds: list[str], reason: str 
     with FakeTensorMode():
         tensors = [torch.empty(2, device=kind) for kind in kinds]
     assert reason_without_lanes(tensors, CPU) == reason
+
+
+def test_a_profile_is_limited_to_the_units_that_were_asked_for(tmp_path: Path) -> None:
+    """Even one of a machine with more cores than this one has; `cpu` fits any number of cores."""
+    for units in (available_units(), 4096):
+        save_profile(replace(default_profile(units), source="measured"), tmp_path / "mine.json")
+        assert select_profile(load_config({"device.profile": tmp_path / "mine.json", "device.units": 1})).units == 1
+    named = select_profile(load_config({"device.profile": "cpu"}))
+    assert (named.source, named.units) == ("default", available_units())
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("large.json", r"lanes may use \d+ cores here"), ("h200", "is for a cuda device")]
+)
+def test_a_profile_that_does_not_fit_is_an_error(name: str, problem: str, tmp_path: Path) -> None:
+    """Of more cores than there are, or of a GPU, which says nothing about them."""
+    save_profile(default_profile(4096), tmp_path / "large.json")
+    with pytest.raises(ConfigError, match=problem):
+        select_profile(load_config({"device.profile": tmp_path / name if name.endswith(".json") else name}))
