@@ -1,4 +1,4 @@
-"""Copies that nobody can tell from their sources are not made; the others are in `end_to_end/test_values.py`."""
+"""Copies that are returned stay tensors of their own where somebody can tell; other graphs stay as they are."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def _num_kept(function: Callable[[Tensor, Tensor], Any]) -> int:
     keep_copies(graph_module.graph)
     graph_module.graph.lint()
     return len(graph_module.graph.find_nodes(op="call_function", target=torch.ops.prims.clone.default))
+
+
+def test_a_returned_copy_stays_where_another_operator_reads_what_it_copies() -> None:
+    """Two copies, copies of copies and views of them: `end_to_end/test_values.py`."""
+
+    def use(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = x @ y
+        return z.clone(), z.sin()
+
+    assert _num_kept(use) == 1
 
 
 def _copy_once(x: Tensor, y: Tensor) -> Tensor:

@@ -18,6 +18,27 @@ aten = torch.ops.aten
 resize = torch.ops.inductor.resize_storage_bytes_
 
 
+def _settled(function: Callable[[Tensor, Tensor], Tensor]) -> fx.Graph:
+    """Trace `function`, and settle its resizes."""
+    graph = make_fx(function, tracing_mode="fake")(torch.ones(4, 4), torch.ones(4, 4)).graph
+    settle_resizes(graph)
+    graph.lint()
+    return graph
+
+
+def test_a_resize_of_an_input_stays() -> None:
+    """Through views of it, too: it is of the input then."""
+
+    def use(x: Tensor, y: Tensor) -> Tensor:
+        result = x @ y
+        resize(y.t()[1:], 0)
+        resize(x, 0)
+        return result
+
+    found = _settled(use).find_nodes(op="call_function", target=resize.default)
+    assert [node.args[0].name for node in found] == ["y_1", "x_1"]
+
+
 def test_what_the_graph_made_is_not_resized() -> None:
     """It goes by itself; of two outputs of an operator, only one is meant."""
 
@@ -29,9 +50,7 @@ def test_what_the_graph_made_is_not_resized() -> None:
         aten.copy_(y, largest.expand(4, 4).clone())
         return made.new_ones(4)
 
-    graph = make_fx(use, tracing_mode="fake")(torch.ones(4, 4), torch.ones(4, 4)).graph
-    settle_resizes(graph)
-    graph.lint()
+    graph = _settled(use)
     assert not graph.find_nodes(op="call_function", target=resize.default)
     assert len(graph.find_nodes(op="call_function", target=aten.copy_.default)) == 1
 
