@@ -11,8 +11,8 @@ SOURCES := $(or $(shell find csrc runtime -type f ! -name CMakeLists.txt),$(erro
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
-LONE_TESTS := tests/distributed $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
-OTHER_TESTS := $(if $(TORCH),$(addprefix tests/,cluster/test_run.py end_to_end native session),$(LONE_TESTS:%=--ignore=%))
+LONE_TESTS := tests/distributed tests/cluster/test_run.py $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
+OTHER_TESTS := $(if $(TORCH),$(addprefix tests/,end_to_end native session),$(LONE_TESTS:%=--ignore=%))
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=

@@ -79,7 +79,7 @@ def test_jobs_run_as_gangs_in_the_order_of_the_plan_and_a_failure_frees_its_devi
     (tmp_path / "train.py").write_text(SCRIPT)
     save(tmp_path / "plan.json", job("fails", 1, "none"), job("wide", 2, "5"), job("narrow", 1, "3"))
     done = run(tmp_path)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 1 and done.stdout, done.stderr
     ended: dict[str, Any] = {each["job"]: each for each in json.loads(done.stdout)}
     assert list(ended) == ["fails", "wide", "narrow"]
     assert ended["fails"]["problem"] == "exit code 1, see logs/fails-0.log"
