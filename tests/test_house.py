@@ -325,17 +325,18 @@ BUDGETS = {
     "cluster": 1_400,
     "cost_model": 800,
     "device": 5_100,
-    "distributed": 5_160,
+    "distributed": 4_870,
+    "distributed/deploy": 1_340,
     "ir": 1_800,
     "operators": 1_250,
-    "passes": 2_900,
+    "passes": 2_850,
     "planner": 3_250,
     "reports": 2_600,
     "session": 5_850,
     "store": 850,
     "target": 700,
     "tools": 3_500,
-    "torch_bridge": 5_520,
+    "torch_bridge": 5_525,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
@@ -352,7 +353,7 @@ SEVERAL_DEVICES = (
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_950, 5_910
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_950, 5_600
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 

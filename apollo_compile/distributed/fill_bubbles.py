@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from apollo_compile.distributed.link import sum_as_one, tell
 from apollo_compile.distributed.measured_plan import MeasuredPlan
 from apollo_compile.distributed.pipeline.durations import (
     GUESS_NS,
@@ -337,15 +338,12 @@ def _reduce(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]], group: di
     for dtype, same in by_type.items():
         is_there = torch.tensor([p.grad is not None for p, _ in same], dtype=dtype, device=same[0][0].device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p, _ in same]
-        flat = torch.cat([is_there, *(grad.reshape(-1) for grad in grads)])
-        dist.all_reduce(flat, group=group)
-        counts, *parts = torch.split(flat, [len(same), *(grad.numel() for grad in grads)])
+        counts, *parts = sum_as_one([is_there, *grads], group)
         for (parameter, before), count, part in zip(same, counts.tolist(), parts, strict=True):
             if count == 0:  # no rank used the parameter
                 parameter.grad = before
             else:
-                grad = part.view_as(parameter)
-                parameter.grad = grad.clone() if before is None else before + grad
+                parameter.grad = part.clone() if before is None else before + part
 
 
 def _restore(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
@@ -426,9 +424,7 @@ def fill_bubbles(
     if wanted:
         plan = replace(plan, prediction=None)
     own_group = _make_group(facts) if group is None else group
-    shared: list[Any] = [plan, wanted]
-    dist.broadcast_object_list(shared, group=own_group, group_src=0)
-    plan, wanted = shared
+    plan, wanted = tell((plan, wanted), own_group)
     measured = None
     if wanted:
         measured = MeasuredPlan(

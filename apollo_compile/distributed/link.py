@@ -1,12 +1,15 @@
-"""Measure the link between ranks: latency and bandwidth of the ring that explains how long a collective takes.
+"""The link between ranks: latency and bandwidth of the ring that explains how long a collective takes; its messages.
 
 measure_link(collective, rounds, group, device) -> Link
+sum_as_one(tensors, group) -> list[Tensor]                  sums over ranks, in one message
+tell(value, group) -> Any                                   the value of one rank on all ranks
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,3 +48,20 @@ def measure_link(
         dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=group)
         times.append(spans[WARM_UPS:].mean().item())  # a step waits for many of them: their sum counts
     return Link(latency=times[0] / rounds, bandwidth=rounds * BYTES / size / max(times[1] - times[0], 1e-6))
+
+
+def sum_as_one(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, *, divided_by: int = 1
+) -> list[torch.Tensor]:
+    """Return the sums over ranks of tensors of one type, each divided by a number before; they share memory."""
+    flat = torch.cat([each.reshape(-1) for each in tensors])
+    dist.all_reduce(flat.div_(divided_by) if divided_by > 1 else flat, group=group)
+    parts = torch.split(flat, [each.numel() for each in tensors])
+    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+
+def tell(value: Any, group: dist.ProcessGroup | None, *, source: int = 0) -> Any:
+    """Return the value that one rank of a group has, on all ranks; they call it alike."""
+    told = [value]
+    dist.broadcast_object_list(told, group=group, group_src=source)
+    return told[0]

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 import torch.distributed as dist
 
+from apollo_compile.distributed.link import tell
 from apollo_compile.distributed.pipeline.durations import Durations, Piece, Samples, StepPlan, medians_of, plan_step
 from apollo_compile.distributed.pipeline.text import format_prediction
 from apollo_compile.distributed.pipeline.values import Encoder, Kind, PipelineSchedule
@@ -76,9 +77,8 @@ class MeasuredPlan:
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         everyone: list[dict[Piece, list[int]] | None] = [None] * size
         dist.gather_object(samples, everyone if rank == 0 else None, group=self._group, group_dst=0)
-        shared: list[StepPlan | None] = [self._plan(everyone) if rank == 0 else None]
-        dist.broadcast_object_list(shared, group=self._group, group_src=0)
-        return shared[0]
+        plan: StepPlan | None = tell(self._plan(everyone) if rank == 0 else None, self._group)
+        return plan
 
     def _plan(self, by_rank: Sequence[dict[Piece, list[int]] | None]) -> StepPlan | None:
         found = medians_of(by_rank, self._wanted)

@@ -5,16 +5,14 @@
 A module takes an aligned group of devices (1, 2, 4, ... or all) and some units of each. Replicas of it divide the
 samples of a batch; a replica is on one device, or on several that divide its linear layers (tensor parallelism), or all
 devices of the group share its state (sharded). Its calls run there, forward and backward; then gradients are summed
-over the replicas, and every device updates the parameters that it has. A call sends its outputs to all devices, and in
-the backward the gradients of its inputs: that is part of its time. A sum of gradients takes the units of its group,
-which is pessimistic where it overlaps with other work. On a device, memory holds the state of its modules, and the
-activations of its share of every call.
+over the replicas, and every device updates the parameters that it has. Transfers of outputs, and of gradients of
+inputs, to all devices are part of a call's time. A sum of gradients takes the units of its group, which is pessimistic
+where it overlaps with other work. Memory holds the state of modules, and activations of a device's share of every call.
 
 Baselines, from which the search begins and which the result is compared with:
     data parallel   every module on all devices, one after the other
     waves           modules level by level, those of a wave on disjoint groups as large as their work, and a barrier
-                    between waves, after Wang et al., "Spindle", https://arxiv.org/abs/2409.03365; a module is not cut
-                    into parts of several waves
+                    between waves, after Wang et al., "Spindle", https://arxiv.org/abs/2409.03365, but modules are whole
 
 Guarantees: a plan keeps the memory of every device; it is not longer than a baseline that keeps it, but for waves that
 are not clearly better than data parallelism; bound <= step.
@@ -23,9 +21,12 @@ Leaves the times of calls to its caller, with the collectives inside of a call.
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, send_seconds
@@ -35,7 +36,6 @@ from apollo_compile.planner.placement import (
     Arc,
     Choice,
     Fleet,
-    FleetPlacement,
     PlacementMode,
     PlacementTask,
     Scheduler,
@@ -43,29 +43,23 @@ from apollo_compile.planner.placement import (
     fits,
     groups_of,
     memory_of,
-    violations,
 )
 from apollo_compile.units import format_bytes, seconds_to_ns
-
-DATA_PARALLEL, WAVES = "data parallel", "waves"
 
 REST = "code between the modules"
 """Name of the work that every rank does: the model's own code, small modules and the loss."""
 
 LEAST_GAIN = 0.1
-"""Share of the step of data parallelism by which another measured plan has to be predicted shorter: ratios of two
-predictions have errors of a few percent on a quiet machine, and more on a busy one."""
+"""Share of the step of data parallelism by which another measured plan has to be shorter: predictions have errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EqualDevices:
-    """Equal devices with equal links."""
+    """Equal devices with equal links; units and memory are those of each, and no memory is no limit."""
 
     devices: int
     units: int
-    """Units of each device."""
     memory_bytes: int | None
-    """Memory of each device; None is no limit."""
     link: Link
     is_measured: bool = False
     """Whether times and link were measured; else they are given, and the plan is a simulation."""
@@ -78,7 +72,7 @@ def group_sizes(devices: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleCall:
-    """A call of a module in the forward of a step; bytes are those of the whole batch."""
+    """A call of a module in the forward of a step; bytes are those of the whole batch, times are by its mode."""
 
     name: str
     module: str
@@ -91,18 +85,15 @@ class ModuleCall:
     activation_bytes: int = 0
     """Tensors that the backward needs."""
     forward_ns: tuple[int, ...]
-    """Nanoseconds of its forward, by mode of its module."""
     backward_ns: tuple[int, ...]
-    """Nanoseconds of its backward, by mode of its module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """How the devices of a group divide a module."""
+    """How the devices of a group divide a module, with some units of each."""
 
     devices: int
     units: int
-    """Units of each device."""
     tensor: int = 1
     """Devices of a replica, which divide its linear layers."""
     is_sharded: bool = False
@@ -112,6 +103,11 @@ class Division:
     def key(self) -> dict[str, Any]:
         """Its values by field."""
         return {name: getattr(self, name) for name in Division.__dataclass_fields__}
+
+    @property
+    def replicas(self) -> int:
+        """Number of parts into which samples are divided."""
+        return self.devices // self.tensor
 
     def __str__(self) -> str:
         """Return for example `4 with 1 units, 2 per replica`."""
@@ -189,13 +185,11 @@ class DeviceGroup(Division):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkInterval:
-    """Interval in which a group works."""
+    """Interval in which a group works: forward or backward of a call, or sum of the gradients of a module."""
 
     name: str
-    """Name of the call, or of the module whose gradients are summed."""
     module: str
     kind: str
-    """forward, backward or sum."""
     start_ns: int
     end_ns: int
 
@@ -234,12 +228,7 @@ class Deployment:
 
 
 def plan_deployment(work: StepWork, cluster: EqualDevices, *, seconds: float = 10.0) -> Deployment:
-    """Return the best deployment that is found; with measured times, data parallelism unless it is clearly better.
-
-    Arguments:
-        work: the calls of a step.
-        cluster: the devices.
-        seconds: time of the search.
+    """Return the best deployment found in some seconds; with measured times, data parallelism unless clearly better.
 
     Raises:
         ConfigError: a call has no time for any group, or reads a call that does not come before it.
@@ -255,7 +244,7 @@ def plan_deployment(work: StepWork, cluster: EqualDevices, *, seconds: float = 1
             f"{error}; {name!r} alone needs {least} bytes ({format_bytes(least)}) on each device of its largest group; "
             "raise the memory, or take a smaller batch or more devices"
         ) from error
-    found = _to_deployment(work, cluster, fleet, placed.placement, placed.bound)
+    found = _to_deployment(work, cluster, fleet, placed.placement.choices, placed.placement.starts, placed.bound)
     usual = found.baselines[0]
     if cluster.is_measured and usual.keeps_memory and found.step_ns > (1 - LEAST_GAIN) * usual.step_ns:
         return deploy_on(work, cluster, usual.groups, known=found)
@@ -265,13 +254,9 @@ def plan_deployment(work: StepWork, cluster: EqualDevices, *, seconds: float = 1
 def deploy_on(
     work: StepWork, cluster: EqualDevices, groups: Sequence[DeviceGroup], *, known: Deployment | None = None
 ) -> Deployment:
-    """Return the deployment on given groups, for example edited ones.
+    """Return the deployment with a given group for every module, for example edited ones.
 
-    Arguments:
-        work: the calls of a step.
-        cluster: the devices.
-        groups: a group for every module.
-        known: another deployment of this work, whose order is tried first and whose bound holds.
+    The order of a known deployment of this work is tried first, and its bound holds.
 
     Raises:
         ConfigError: a module has no group, or one that it cannot have.
@@ -298,107 +283,89 @@ def deploy_on(
             f"device {held.index(max(held))} would hold {format_bytes(max(held))}, and has "
             f"{format_bytes(fleet.memory or 0)}: give its modules to other devices"
         )
-    scheduler = Scheduler(fleet)
-    placement, bound_ns = scheduler.best_of_orders(choices), 0
-    if known is not None:
-        start_of = {(bar.name, bar.kind): bar.start_ns for bar in known.bars}
-        starts = [start_of.get((name, kind), 0) for name, _, kind in _labels_of(work)]
-        again = scheduler.schedule(choices, scheduler.order_of(starts))
-        placement = min(again, placement, key=lambda each: each.makespan)
-        bound_ns = min(known.bound_ns, placement.makespan)
-    assert not violations(fleet, placement)
-    return _to_deployment(work, cluster, fleet, placement, bound_ns)
-
-
-# ---------------------------------------------------------------------------------------------- to the planner's fleet
-
-
-def _labels_of(work: StepWork) -> list[tuple[str, str, str]]:
-    """Return name, module and kind of the planner's tasks: forwards, backwards in reverse, sums of gradients."""
-    return [
-        *((call.name, call.module, "forward") for call in work.calls),
-        *((call.name, call.module, "backward") for call in reversed(work.calls)),
-        *((module.name, module.name, "sum") for module in work.modules),
-    ]
+    bars, bound_ns = ((), 0) if known is None else (known.bars, known.bound_ns)
+    start_of: dict[tuple[str, ...], int] = {(bar.name, bar.kind): bar.start_ns for bar in bars}
+    starts = [start_of.get(task.label, 0) for task in fleet.tasks]
+    return _to_deployment(work, cluster, fleet, choices, starts, bound_ns)
 
 
 def _to_fleet(work: StepWork, cluster: EqualDevices) -> Fleet:
-    """Return the problem of the planner, with the tasks of `_labels_of`."""
+    """Return the problem of the planner: forwards, backwards in reverse, and sums of gradients; labels say which."""
+    _check(work, cluster)
     module_of = {module.name: index for index, module in enumerate(work.modules)}
-    call_of: dict[str, int] = {}
-    kept = [0 for _ in work.modules]
-    for index, call in enumerate(work.calls):
-        if unknown := [name for name in call.inputs if name not in call_of]:
-            raise ConfigError(f"call {call.name!r} reads {unknown[0]!r}, which is no call before it")
-        if call.module not in module_of or call.name in call_of:
-            raise ConfigError(f"call {call.name!r} of module {call.module!r}: expected a known module, and a new name")
-        call_of[call.name], module = index, module_of[call.module]
-        modes = work.modules[module].modes
-        if not len(call.forward_ns) == len(call.backward_ns) == len(modes):
-            raise ConfigError(
-                f"call {call.name!r} has {len(call.forward_ns)} times of forward and {len(call.backward_ns)} of "
-                f"backward: expected one for each of {len(modes)} modes of {call.module!r}"
-            )
-        kept[module] += call.activation_bytes
-    for each in work.modules:
-        sizes = [mode.devices for mode in each.modes]
-        broken = [mode for mode in each.modes if mode.devices % mode.tensor or mode.tensor * mode.is_sharded > 1]
-        if not sizes or broken or max(sizes) > cluster.devices or all(call.module != each.name for call in work.calls):
-            raise ConfigError(
-                f"module {each.name!r} may have {sizes} devices: expected some numbers up to {cluster.devices}, "
-                "multiples of those per replica, with one per replica if it is sharded, and a call of it"
-            )
+    kept: Counter[str] = Counter()
+    for call in work.calls:
+        kept[call.module] += call.activation_bytes
 
-    def task(call: ModuleCall, own_ns: Sequence[int], num_bytes: int) -> PlacementTask:
+    def task(call: ModuleCall, kind: str, own_ns: Sequence[int], num_bytes: int) -> PlacementTask:
         """Return work and its transfer, whose parts begin at once; every device receives all of them."""
-        is_sent = num_bytes and cluster.devices > 1
-        sent_ns = seconds_to_ns(send_seconds(num_bytes, cluster.link)) if is_sent else 0
-        return PlacementTask(module=module_of[call.module], durations=tuple(ns + sent_ns for ns in own_ns))
+        sent_ns = seconds_to_ns(send_seconds(num_bytes, cluster.link)) if num_bytes and cluster.devices > 1 else 0
+        durations = tuple(ns + sent_ns for ns in own_ns)
+        return PlacementTask(module=module_of[call.module], durations=durations, label=(call.name, kind))
 
-    def sum_ns(mode: GroupMode) -> int:
-        """Return the time of a module's sum of gradients, and of the update after it."""
-        seconds = all_reduce_seconds(mode.gradient_bytes, mode.devices // mode.tensor, cluster.link)
-        return mode.update_ns + (seconds_to_ns(seconds) if mode.gradient_bytes else 0)
+    def sum_of(module: ModuleState) -> PlacementTask:
+        """Return the sum of a module's gradients, with the update after it."""
+        durations = []
+        for mode in module.modes:
+            seconds = all_reduce_seconds(mode.gradient_bytes, mode.replicas, cluster.link)
+            durations.append(mode.update_ns + (seconds_to_ns(seconds) if mode.gradient_bytes else 0))
+        return PlacementTask(module=module_of[module.name], durations=tuple(durations), label=(module.name, "sum"))
 
-    tasks = [
-        *(task(call, call.forward_ns, call.sent_bytes) for call in work.calls),
-        *(task(call, call.backward_ns, call.returned_bytes) for call in reversed(work.calls)),
-        *(PlacementTask(module=i, durations=tuple(map(sum_ns, own.modes))) for i, own in enumerate(work.modules)),
-    ]
-    arcs, last = [], 2 * len(work.calls) - 1
-    for index, call in enumerate(work.calls):
-        arcs += [Arc(index, last - index), Arc(last - index, last + 1 + module_of[call.module])]
+    def placement_mode(name: str, mode: GroupMode) -> PlacementMode:
+        memory = mode.state_bytes - (-kept[name] // mode.replicas)
+        return PlacementMode(devices=mode.devices, units=mode.units, memory=memory)
+
+    tasks = (
+        *(task(call, "forward", call.forward_ns, call.sent_bytes) for call in work.calls),
+        *(task(call, "backward", call.backward_ns, call.returned_bytes) for call in reversed(work.calls)),
+        *map(sum_of, work.modules),
+    )
+    number = {task.label: index for index, task in enumerate(tasks)}
+    arcs: list[Arc] = []
+    for call in work.calls:
+        forward, backward = number[call.name, "forward"], number[call.name, "backward"]
+        arcs += [Arc(forward, backward), Arc(backward, number[call.module, "sum"])]
         for name in call.inputs:
-            arcs += [Arc(call_of[name], index), Arc(last - index, last - call_of[name])]
+            arcs += [Arc(number[name, "forward"], forward), Arc(backward, number[name, "backward"])]
     return Fleet(
         devices=cluster.devices,
         units=cluster.units,
         memory=cluster.memory_bytes,
-        modules=tuple(
-            tuple(
-                PlacementMode(
-                    devices=mode.devices,
-                    units=mode.units,
-                    memory=mode.state_bytes - (-num_bytes * mode.tensor // mode.devices),
-                )
-                for mode in module.modes
-            )
-            for module, num_bytes in zip(work.modules, kept, strict=True)
-        ),
-        tasks=tuple(tasks),
+        modules=tuple(tuple(placement_mode(own.name, mode) for mode in own.modes) for own in work.modules),
+        tasks=tasks,
         arcs=tuple(arcs),
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- baselines
+def _check(work: StepWork, cluster: EqualDevices) -> None:
+    """Raise a `ConfigError` if calls or modules of a step cannot be."""
+    modes_of = {module.name: module.modes for module in work.modules}
+    known = set[str]()
+    for call in work.calls:
+        if unknown := [name for name in call.inputs if name not in known]:
+            raise ConfigError(f"call {call.name!r} reads {unknown[0]!r}, which is no call before it")
+        if call.module not in modes_of or call.name in known:
+            raise ConfigError(f"call {call.name!r} of module {call.module!r}: expected a known module, and a new name")
+        known.add(call.name)
+        if not len(call.forward_ns) == len(call.backward_ns) == len(modes_of[call.module]):
+            raise ConfigError(
+                f"call {call.name!r} has {len(call.forward_ns)} times of forward and {len(call.backward_ns)} of "
+                f"backward: expected one for each of {len(modes_of[call.module])} modes of {call.module!r}"
+            )
+    for name, modes in modes_of.items():
+        sizes = [mode.devices for mode in modes]
+        broken = [mode for mode in modes if mode.devices % mode.tensor or mode.tensor * mode.is_sharded > 1]
+        if not sizes or broken or max(sizes) > cluster.devices or all(call.module != name for call in work.calls):
+            raise ConfigError(
+                f"module {name!r} may have {sizes} devices: expected some numbers up to {cluster.devices}, "
+                "multiples of those per replica, with one per replica if it is sharded, and a call of it"
+            )
 
 
 def _data_parallel(fleet: Fleet) -> tuple[Choice, ...]:
     """Return the choices with all devices and units, in the first of equal modes; or the most that a module can."""
-    return tuple(
-        (max(range(len(modes)), key=lambda index: (modes[index].devices, modes[index].units)), 0)
-        for modes in fleet.modules
-    )
+    best = (max(range(len(modes)), key=lambda n: (modes[n].devices, modes[n].units)) for modes in fleet.modules)
+    return tuple((mode, 0) for mode in best)
 
 
 def _waves(work: StepWork, fleet: Fleet) -> tuple[tuple[Choice, ...], Fleet]:
@@ -406,28 +373,25 @@ def _waves(work: StepWork, fleet: Fleet) -> tuple[tuple[Choice, ...], Fleet]:
 
     A call without inputs has level 0; a module belongs to its first level.
     """
-    levels: dict[str, int] = {}
+    level_of: dict[str, int] = {}
     for call in work.calls:
-        levels[call.name] = 1 + max((levels[name] for name in call.inputs), default=-1)
-    last = 2 * len(levels) - 1
+        level_of[call.name] = 1 + max((level_of[name] for name in call.inputs), default=-1)
+    levels, last = list(level_of.values()), 2 * len(level_of) - 1
     barriers = [
         arc
-        for (one, level), (other, later) in itertools.product(enumerate(levels.values()), repeat=2)
-        if level < later
+        for one, other in itertools.permutations(range(len(levels)), 2)
+        if levels[one] < levels[other]
         for arc in (Arc(one, other), Arc(last - other, last - one))
     ]
-    level_of: dict[int, int] = {}
-    for task, level in zip(fleet.tasks, levels.values(), strict=False):
-        level_of[task.module] = min(level, level_of.get(task.module, level))
+    least = [min(mode.devices for mode in modes) for modes in fleet.modules]
     found: dict[int, Choice] = {}
-    for level in sorted(set(level_of.values())):
-        wave: list[int] = []
-        for module in sorted(module for module, own in level_of.items() if own == level):
-            if sum(min(mode.devices for mode in fleet.modules[each]) for each in (*wave, module)) > fleet.devices:
-                found |= _wave(fleet, wave)
-                wave = []
-            wave.append(module)
-        found |= _wave(fleet, wave)
+    for level in sorted(set(levels)):
+        modules = {task.module for task, own in zip(fleet.tasks, levels, strict=False) if own == level}
+        left = sorted(modules - found.keys())
+        while left:  # as many as there are devices for
+            count = bisect.bisect(list(itertools.accumulate(least[module] for module in left)), fleet.devices)
+            found |= _wave(fleet, left[:count])
+            left = left[count:]
     return tuple(found[module] for module in range(len(fleet.modules))), replace(fleet, arcs=(*fleet.arcs, *barriers))
 
 
@@ -457,19 +421,19 @@ def _wave(fleet: Fleet, members: Sequence[int]) -> dict[int, Choice]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------- to the result
-
-
 def _to_deployment(
-    work: StepWork, cluster: EqualDevices, fleet: Fleet, placement: FleetPlacement, bound: int
+    work: StepWork, cluster: EqualDevices, fleet: Fleet, choices: Sequence[Choice], starts: Sequence[int], bound: int
 ) -> Deployment:
-    placement = Scheduler(fleet).settle(placement)
-    ends = [start + duration_of(fleet, task, placement.choices) for task, start in enumerate(placement.starts)]
-    bars = [
-        WorkInterval(name=name, module=module, kind=kind, start_ns=start, end_ns=end)
-        for (name, module, kind), start, end in zip(_labels_of(work), placement.starts, ends, strict=True)
-        if end > start
-    ]
+    """Return the deployment with tasks in the order of some starts, or in another if that is shorter."""
+    scheduler = Scheduler(fleet)
+    given = scheduler.schedule(choices, scheduler.order_of(starts))
+    placement = scheduler.settle(min(given, scheduler.best_of_orders(choices), key=attrgetter("makespan")))
+    bars = []
+    for number, (task, start) in enumerate(zip(fleet.tasks, placement.starts, strict=True)):
+        (name, kind), end = task.label, start + duration_of(fleet, number, placement.choices)
+        if end > start:
+            module = work.modules[task.module].name
+            bars.append(WorkInterval(name=name, module=module, kind=kind, start_ns=start, end_ns=end))
 
     def groups(choices: Sequence[Choice]) -> tuple[DeviceGroup, ...]:
         return tuple(
@@ -477,23 +441,21 @@ def _to_deployment(
             for module, (mode, first) in zip(work.modules, choices, strict=True)
         )
 
-    in_turn, (waves, with_barriers) = _data_parallel(fleet), _waves(work, fleet)
-    baselines = (
-        (DATA_PARALLEL, Scheduler(fleet).schedule(in_turn, range(len(fleet.tasks)))),
-        (WAVES, Scheduler(with_barriers).best_of_orders(waves)),
-    )
+    waves, with_barriers = _waves(work, fleet)
+    baselines = {
+        "data parallel": scheduler.schedule(_data_parallel(fleet), range(len(fleet.tasks))),
+        "waves": Scheduler(with_barriers).best_of_orders(waves),
+    }
     return Deployment(
         cluster=cluster,
         work=work,
         groups=groups(placement.choices),
         bars=tuple(sorted(bars, key=lambda bar: bar.start_ns)),
         step_ns=placement.makespan,
-        bound_ns=bound,
+        bound_ns=min(bound, placement.makespan),
         memory_bytes=tuple(memory_of(fleet, placement.choices)),
         baselines=tuple(
-            Baseline(
-                name=name, step_ns=each.makespan, groups=groups(each.choices), keeps_memory=fits(fleet, each.choices)
-            )
-            for name, each in baselines
+            Baseline(name=name, step_ns=own.makespan, groups=groups(own.choices), keeps_memory=fits(fleet, own.choices))
+            for name, own in baselines.items()
         ),
     )

@@ -48,6 +48,8 @@ class PlacementTask:
     module: int
     durations: tuple[int, ...]
     """Durations by mode of the module."""
+    label: tuple[str, ...] = ()
+    """Words by which its owner finds it."""
 
 
 class Arc(NamedTuple):

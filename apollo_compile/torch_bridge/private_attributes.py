@@ -31,3 +31,8 @@ def is_compiled_module(model: object) -> bool:
 def times_written(tensor: torch.Tensor) -> int:
     """Return how often a tensor has been written to, as autograd counts it; 0 for one that has no count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs on this thread keeps its graph, so that it may run again."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

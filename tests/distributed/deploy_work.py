@@ -20,7 +20,7 @@ from apollo_compile.errors import ApolloError
 from benchmarks.workloads import build
 
 SIZE, STEPS, BATCH, WIDTH = 2, 10, 8, 16
-PATIENCE = datetime.timedelta(seconds=120)
+PATIENCE = datetime.timedelta(seconds=6000)
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -379,6 +379,14 @@ def errors() -> dict[str, str]:
     note("small batch", lambda: model(image=torch.randn(1, WIDTH), text=torch.randn(1, WIDTH)))
     x = torch.ones(BATCH, WIDTH)
     found["unused"] = str(torch.allclose(*(each.pair(x, note="x")["logits"] for each in (model, scenario.model))))
+    twice = Towers(2, 2)
+    place(deploy(twice, modules=["image", "text"]), ("image", "text"), "data parallel").apply(twice)
+    loss = diagonal_loss(twice(**scenario.batch))
+    loss.backward(retain_graph=True)
+    once = [each.grad.clone() for each in twice.parameters() if each.grad is not None]
+    loss.backward()
+    grads = [each.grad for each in twice.parameters() if each.grad is not None]
+    found["kept graph"] = str(all(torch.allclose(two, 2 * one) for one, two in zip(once, grads, strict=True)))
     tied = Towers(2, 2)
     tied.text[0][0].weight = tied.image[0][0].weight  # type: ignore[union-attr, index, assignment]
     note("tied", lambda: deploy(tied))

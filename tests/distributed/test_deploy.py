@@ -14,7 +14,7 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.distributed.deploy.build import copies_of, pieces_of, trace_step, work_of
+from apollo_compile.distributed.deploy.build import pieces_of, trace_step, work_of
 from apollo_compile.passes.deploy import REST, EqualDevices
 from tests.distributed import deploy_work as work
 from tests.distributed.conftest import needs_gloo, read_ranks, start_ranks
@@ -92,6 +92,11 @@ def test_both_ranks_have_one_plan_with_the_graph_of_the_model(ranks: list[dict[s
     calls = {call.name: call for call in ranks[0]["chain"]["plan"].deployment.work.calls}
     assert calls["encoder"].inputs == () and calls["reader"].inputs == calls["reader#1"].inputs == ("encoder",)
     assert set(calls) == {"encoder", "reader", "reader#1", "code between the modules"}
+
+
+def test_a_graph_that_is_kept_has_a_second_backward(ranks: list[dict[str, Any]]) -> None:
+    """With gradients that add up."""
+    assert [rank["errors"]["kept graph"] for rank in ranks] == ["True", "True"]
 
 
 def test_outputs_that_no_code_read_are_there_too(ranks: list[dict[str, Any]]) -> None:
@@ -215,10 +220,9 @@ def test_small_modules_are_code_unless_a_later_module_would_wait_for_them(
     batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": torch.randn(work.BATCH, work.WIDTH)}
     trace = trace_step(model, batch, work.diagonal_loss, [name for name in order if name != "code"])
     cluster = EqualDevices(devices=2, units=1, memory_bytes=None, link=Link(1e-5, 1e10))
-    copies = copies_of(trace, cluster, None)
-    pieces = pieces_of(trace, copies, 2)
-    times = {key: (10, 20) if "small" in key else (1000, 2000) for key in pieces}  # type: ignore[operator]
-    found = {call.name: call.inputs for call in work_of(trace, times, copies, cluster, 2, named).calls}
+    pieces = pieces_of(trace, cluster, None, 2)
+    times = {key: (10, 20) if "small" in key else (1000, 2000) for key in pieces}
+    found = {call.name: call.inputs for call in work_of(trace, pieces, times, cluster, 2, named).calls}
     assert found == {**expected, REST: tuple(expected)}
 
 

@@ -6,13 +6,12 @@ Every rank runs the model's own code with the whole batch. A module with a group
 only, each with its share of the samples; then every rank has the whole output, so that the code between modules and the
 loss, which all ranks run alike, need not be changed. In the backward, a rank takes its share of the gradient of the
 output, gradients of parameters are summed over the replicas, and gradients of inputs go to every rank. So losses and
-gradients are those of one process. The ranks of a replica have equal samples, outputs and gradients: DTensor divides
-linear layers among them. FSDP2 shards the state of a module over its group.
+gradients are those of one process.
 
 Note [Order of transfers]
-    Transfers are collectives of all ranks. They begin in one order on all ranks, and in the backward in reverse
-    (autograd runs the node that was made last first). A rank goes on while outputs of other ranks are under way: an
-    output is a tensor that waits when it is used first.
+    Transfers are collectives of all ranks. They begin in one order on all ranks, and in the backward in reverse: all
+    ranks have one graph of autograd, in which a call is a node that holds the graph of this rank's samples. A rank goes
+    on while outputs of other ranks are under way: an output is a tensor that waits when it is used first.
 
 Note [Held calls]
     In the model's forward, calls of placed modules are held back until code between the modules uses one of their
@@ -28,9 +27,10 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,155 +38,99 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from apollo_compile.distributed.deploy.arriving import Arriving, arrived, arriving
-from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups
+from apollo_compile.distributed.deploy.arriving import Arriving, arrived
+from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, map_samples
+from apollo_compile.distributed.link import sum_as_one, tell
 from apollo_compile.errors import DeploymentError
-from apollo_compile.passes.deploy import REST, Deployment, DeviceGroup, LinearPair
+from apollo_compile.passes.deploy import REST, Deployment
 from apollo_compile.torch_bridge.compile_context import compile_apart
-from apollo_compile.torch_bridge.private_attributes import times_written
+from apollo_compile.torch_bridge.private_attributes import keeps_graph, times_written
 from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_tensors
 
-
-class _Placed(DividedModule):
-    """A module that a group of ranks computes for all."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        group: DeviceGroup,
-        pairs: Sequence[LinearPair],
-        subgroups: Subgroups,
-        calls: HeldCalls,
-    ) -> None:
-        super().__init__(module, group, pairs, subgroups)
-        self.original, self.calls = module.forward, calls
-        self.specs: dict[Any, Any] = {}
-        """Outputs by inputs, with tensors on the device "meta"."""
-        self.used: set[Any] = set()
-        """Inputs for which all outputs that have gradients got some."""
-
-    def part(self, whole: Any, rank: int) -> Any:
-        """Return the samples of a rank of the group."""
-        if len(self.heads) == 1:
-            return whole
-        index, count, samples = (rank - self.group.first) // self.group.tensor, len(self.heads), len(whole)
-        return whole[samples * index // count : samples * (index + 1) // count]
-
-    def share(self, whole: torch.Tensor) -> list[dist.Work]:
-        """Begin to send the parts of a contiguous tensor to all ranks."""
-        group = self.subgroups.everyone
-        return [dist.broadcast(self.part(whole, n), group=group, group_src=n, async_op=True) for n in self.heads]
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module, or return its outputs, which may be under way."""
-        if self.calls.is_computing:
-            return self.original(*args, **kwargs)
-        leaves, structure, build = flatten((args, kwargs))
-        tensors = leaves_of(leaves, torch.Tensor)
-        samples = next((each.shape[0] for each in tensors if each.dim()), 0)
-        if samples < len(self.heads):
-            raise DeploymentError(
-                f"module {self.group.module!r} got {samples} samples for {len(self.heads)} replicas; expected at least "
-                "one for each: give larger batches, or move the module to fewer devices"
-            )
-        cast = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
-        settings = _Settings(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast)
-        kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in tensors)
-        plain = tuple(leaf if isinstance(leaf, int | float | str | None) else type(leaf) for leaf in leaves)
-        trained = sum(each.requires_grad for each in self.module.parameters())
-        key = (structure, kinds, plain, settings, self.module.training, trained)
-        return self.calls.add(_Call(self, leaves, build, samples, settings, key))
-
-    def own_inputs(self, call: _Call) -> Any:
-        """Return the arguments of a call with this rank's samples: positional ones, and others by name."""
-
-        def own(leaf: Any) -> Any:
-            is_divided = isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (call.samples,)
-            return self.part(leaf, self.subgroups.rank) if is_divided else leaf
-
-        return call.build(list(map(own, call.leaves)))
-
-    def learn(self, call: _Call, made: Any) -> None:
-        """Let all ranks know the outputs of such calls; the first rank of the group tells the others, once."""
-        if call.key in self.specs:
-            return
-        first, count = self.group.first, len(self.part(range(call.samples), self.group.first))
-
-        def spec(tensor: torch.Tensor) -> torch.Tensor:
-            shape = tuple(tensor.shape)
-            if len(self.heads) > 1:
-                if shape[:1] != (count,):
-                    raise DeploymentError(
-                        f"module {self.group.module!r} returned a tensor of shape {shape} for {count} samples, so its "
-                        "samples cannot be divided over devices; move it to one device"
-                    )
-                shape = (call.samples, *shape[1:])
-            return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-
-        told = [map_tensors(spec, made) if self.subgroups.rank == first else None]
-        dist.broadcast_object_list(told, group=self.subgroups.everyone, group_src=first)
-        self.specs[call.key] = told[0]
-
-
-class _Settings(NamedTuple):
-    """Settings of torch under which a module is called."""
-
-    has_gradients: bool
-    is_inference: bool
-    cast: torch.dtype | None
-    """The type of autocast; None if it is off."""
+_Leaf: TypeAlias = tuple[DividedModule, int | None, torch.Tensor, torch.Tensor]
+"""A module, samples of its call (None of a parameter), a tensor with a gradient, and its copy in this rank's graph."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     """A call of a placed module."""
 
-    placed: _Placed
-    leaves: list[Any]
-    """Leaves of the arguments."""
-    build: Callable[[Sequence[Any]], Any]
-    """Builds the arguments of leaves."""
+    placed: DividedModule
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    """Positional ones, and others by name."""
     samples: int
-    settings: _Settings
+    settings: tuple[bool, bool, torch.dtype | None]
+    """Whether there are gradients, whether inference mode is on, and the type of autocast; None if it is off."""
     key: Any
-    """Everything on which shapes and types of the outputs depend."""
+    """The module, and everything on which shapes and types of its outputs depend."""
     state: Any = None
     """The `current_state` when it was held back."""
     output: Any = None
     """What it returns, with `held` in place of tensors."""
     held: Sequence[Arriving] = ()
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The module's; those that are trained are leaves of this rank's graph."""
 
     def current_state(self) -> list[Any]:
         """Return how often each input has been written to, and whether the module trains."""
-        tensors = [each.plain if isinstance(each, Arriving) else each for each in self.leaves]
-        return [*map(times_written, leaves_of(tensors, torch.Tensor)), self.placed.module.training]
+        tensors = leaves_of(arrived(self.inputs, waits=False), torch.Tensor)
+        return [*map(times_written, tensors), self.placed.module.training]
 
-    def hold(self, *waits: Callable[[], Any]) -> None:
-        """Make outputs, which have arrived when `waits` were called and there is a tensor."""
-        self.output = map_tensors(lambda spec: arriving(spec, waits), self.placed.specs[self.key])
+    def enter(self) -> list[_Leaf]:
+        """Let this rank's graph begin with inputs and parameters that get gradients; FSDP2 sums those of its own."""
+        placed, found = self.placed, list[_Leaf]()
+
+        def begin(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor
+            copy = tensor.detach() if placed.is_member else torch.empty_like(tensor, device="meta")
+            found.append((placed, samples, tensor, copy.requires_grad_()))
+            return copy
+
+        inputs = arrived(self.inputs, waits=placed.is_member)  # others do not wait
+        self.inputs = map_tensors(lambda each: begin(each, self.samples), inputs)
+        if placed.is_member and not placed.group.is_sharded:
+            self.parameters = {name: begin(each) for name, each in placed.module.named_parameters()}
+        return found
+
+    def hold(self, outputs: Any, *waits: Callable[[], Any]) -> None:
+        """Make outputs like others, which have arrived when `waits` were called and there is a tensor."""
+        self.state = self.current_state()
+        self.output = map_tensors(lambda each: Arriving(each, waits), outputs)
         self.held = leaves_of(self.output, Arriving)
 
-    @property
-    def may_join(self) -> bool:
-        """Whether a graph of several calls gives the parameters the gradients that this call alone would."""
-        has_gradients = any(each.requires_grad for each in leaves_of(self.placed.specs.get(self.key), torch.Tensor))
-        return not self.placed.group.kind and (self.key in self.placed.used or not has_gradients)
+
+def _call_of(placed: DividedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    leaves, structure, _ = flatten((args, kwargs))
+    tensors, replicas, kind = leaves_of(leaves, torch.Tensor), placed.group.replicas, placed.device.type
+    samples = next((each.shape[0] for each in tensors if each.dim()), 0)
+    if samples < replicas:
+        raise DeploymentError(
+            f"module {placed.group.module!r} got {samples} samples for {replicas} replicas; expected at least one for "
+            "each: give larger batches, or move the module to fewer devices"
+        )
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    settings = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast)
+    kinds = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in tensors)
+    plain = tuple(leaf if isinstance(leaf, int | float | str | None) else type(leaf) for leaf in leaves)
+    trained = sum(each.requires_grad for each in placed.module.parameters())
+    key = (placed, structure, kinds, plain, settings, placed.module.training, trained)
+    return _Call(placed, (args, kwargs), samples, settings, key)
 
 
 class HeldCalls:
-    """Calls that begin when an output is used: Note [Held calls].
-
-    Arguments:
-        options: options of the backend that compiles calls of modules which share a device; None if none do.
-    """
+    """Calls that begin when an output is used: Note [Held calls]; options are of their graphs, if there are any."""
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
-        self.is_computing = False
-        """Whether placed modules compute what this rank has to."""
-        self._options = options
-        self._is_open = False
+        compile_graph = functools.partial(compile_apart, backend="apollo", dynamic=False, options=dict(options or {}))
+        self._compile = functools.cache(lambda placed: compile_graph(_Together(placed)))
+        self._may_join = options is not None
+        self._is_computing = self._is_open = False
         self._calls: list[_Call] = []
-        self._compiled: dict[tuple[_Placed, ...], Callable[..., Any]] = {}
+        self._outputs: dict[Any, Any] = {}
+        """Outputs by key of a call, with tensors on the device "meta"."""
+        self._used: set[Any] = set()
+        """Keys of calls of which all outputs that have gradients got some."""
 
     def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, in which calls are held back; elsewhere each begins at once."""
@@ -199,14 +143,16 @@ class HeldCalls:
             self._is_open = False
             self._calls.clear()
 
-    def add(self, call: _Call) -> Any:
-        """Return the outputs of a call."""
-        is_held = self._is_open and call.key in call.placed.specs
+    def call(self, placed: DividedModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of a module, which may be under way; while this rank computes, run its own forward."""
+        if self._is_computing:
+            return original(*args, **kwargs)
+        call = _call_of(placed, args, kwargs)
+        is_held = self._is_open and call.key in self._outputs
         if not is_held or (self._calls and call.settings != self._calls[0].settings):
             self.begin()
         if is_held:
-            call.state = call.current_state()
-            call.hold(self.begin)
+            call.hold(self._outputs[call.key], self.begin)
             self._calls.append(call)
         else:
             self._run([call])
@@ -222,50 +168,73 @@ class HeldCalls:
             )
         while calls:
             waiting = {id(output) for call in calls for output in call.held}
-            level = [call for call in calls if waiting.isdisjoint(map(id, call.leaves))]
+            level = [call for call in calls if waiting.isdisjoint(map(id, leaves_of(call.inputs)))]
             calls = [call for call in calls if call not in level]
-            settings, device = level[0].settings, level[0].placed.device
-            autocast = torch.autocast(device.type, dtype=settings.cast, enabled=settings.cast is not None)
-            with torch.inference_mode(settings.is_inference), torch.set_grad_enabled(settings.has_gradients), autocast:
+            has_gradients, is_inference, cast = level[0].settings
+            autocast = torch.autocast(level[0].placed.device.type, dtype=cast, enabled=cast is not None)
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients), autocast:
                 self._run(level)
 
     def _run(self, calls: Sequence[_Call]) -> None:
         """Begin calls that do not read each other's outputs; all ranks begin the same ones.
 
-        Those of modules that share a device have one node of autograd before them and one behind them, on all ranks:
-        a graph has one backward, so that the gradient of one output lets all of them run.
+        Those of modules that share a device are one node, on all ranks: a graph has one backward, so that the gradient
+        of one output lets all of them run.
         """
-        joined = [call for call in calls if self._options is not None and call.may_join]
-        groups = [group for group in (joined, *([call] for call in calls if call not in joined)) if group]
-        tokens, made = [], dict[_Call, Any]()
-        for group in groups:
-            tokens.append(_enter(group))
-            made |= self._compute([call for call in group if call.placed.is_member])
-        for group, token in zip(groups, tokens, strict=True):
-            _leave(group, token, made)
+        joined = [call for call in calls if self._may_join and call.key in self._used and not call.placed.group.kind]
+        for group in filter(None, (joined, *([call] for call in calls if call not in joined))):
+            self._send(group)
+
+    def _send(self, calls: Sequence[_Call]) -> None:
+        """Compute this rank's samples of calls, and begin to send and to receive their outputs."""
+        leaves = [leaf for call in calls for leaf in call.enter()]
+        made = self._compute([call for call in calls if call.placed.is_member])
+        sent: list[tuple[_Call, Arriving, torch.Tensor | None]] = []
+        for call in calls:
+            if call.key not in self._outputs:
+                self._learn(call, made.get(call))
+            if not call.held:
+                call.hold(self._outputs[call.key])
+            own = leaves_of(made[call], torch.Tensor) if call in made else [None] * len(call.held)
+            sent += [(call, output, value) for output, value in zip(call.held, own, strict=True)]
+        begin = torch.zeros((), device=calls[0].placed.device, requires_grad=torch.is_grad_enabled())
+        wholes = _Node.apply(leaves, sent, self._used, begin, *(tensor for _, _, tensor, _ in leaves))  # type: ignore[no-untyped-call]
+        for (call, output, _), whole in zip(sent, wholes, strict=True):
+            output.plain, output.waits = whole, [work.wait for work in call.placed.share(whole.detach())]
+
+    def _learn(self, call: _Call, made: Any) -> None:
+        """Let all ranks know the outputs of such calls: the first rank of the group tells the others."""
+
+        def outline(tensor: torch.Tensor) -> torch.Tensor:
+            shape = (call.samples, *tensor.shape[1:]) if call.placed.group.replicas > 1 else tensor.shape
+            return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+        ranks, first = call.placed.subgroups, call.placed.group.first
+        outputs = tell(map_tensors(outline, made) if ranks.rank == first else None, ranks.everyone, source=first)
+        self._outputs[call.key] = outputs
+        if not any(each.requires_grad for each in leaves_of(outputs, torch.Tensor)):
+            self._used.add(call.key)
 
     def _compute(self, calls: Sequence[_Call]) -> dict[_Call, Any]:
         """Return what modules make of this rank's samples; several are computed by one graph."""
-        inputs, placed = [call.placed.own_inputs(call) for call in calls], tuple(call.placed for call in calls)
-        self.is_computing = True
+        placed, states = tuple(call.placed for call in calls), [call.parameters for call in calls]
+        inputs = [map_samples(call.placed.part, call.inputs, call.samples) for call in calls]
+        self._is_computing = True
         try:
-            if len(calls) <= 1:
-                found = [each.compute(*args, **kwargs) for each, (args, kwargs) in zip(placed, inputs, strict=True)]
+            if len(calls) > 1:
+                found = self._compile(placed)(states, inputs)
             else:
-                if placed not in self._compiled:
-                    self._compiled[placed] = compile_apart(
-                        _Together(placed), backend="apollo", dynamic=False, options=dict(self._options or {})
-                    )
-                found = self._compiled[placed]([each.summed() for each in placed], inputs)
+                own = zip(placed, states, inputs, strict=True)
+                found = [each.compute(state, *args, **kwargs) for each, state, (args, kwargs) in own]
         finally:
-            self.is_computing = False
+            self._is_computing = False
         return dict(zip(calls, found, strict=True))
 
 
 class _Together(nn.Module):
     """Modules that are computed by one graph."""
 
-    def __init__(self, placed: Sequence[_Placed]) -> None:
+    def __init__(self, placed: Sequence[DividedModule]) -> None:
         super().__init__()
         names = (f"{each.group.module.replace('.', '_')}_{number}" for number, each in enumerate(placed))
         self.parts = nn.ModuleDict(dict(zip(names, (each.module for each in placed), strict=True)))
@@ -273,134 +242,65 @@ class _Together(nn.Module):
     def forward(self, states: Sequence[dict[str, torch.Tensor]], inputs: Sequence[tuple[Any, dict[str, Any]]]) -> Any:
         """Return the outputs by module; a state replaces a module's parameters."""
         calls = zip(self.parts.values(), states, inputs, strict=True)
-        return [torch.func.functional_call(module, state, args, kwargs) for module, state, (args, kwargs) in calls]
+        return [torch.func.functional_call(module, state, *own) for module, state, own in calls]
 
 
-def _enter(calls: Sequence[_Call]) -> torch.Tensor:
-    """Let gradients of inputs go to all ranks; return a token that links the outputs to that.
-
-    Ranks that do not compute a module do not wait for its inputs.
-    """
-    has_gradients, moving = torch.is_grad_enabled(), list[tuple[_Call, int]]()
-    for call in calls:
-        if call.placed.is_member:
-            call.leaves = arrived(call.leaves)
-        call.leaves = [each.plain if isinstance(each, Arriving) else each for each in call.leaves]
-        for index, each in enumerate(call.leaves):
-            if has_gradients and isinstance(each, torch.Tensor) and each.requires_grad:
-                moving.append((call, index))
-    begin = torch.zeros((), device=calls[0].placed.device, requires_grad=has_gradients)
-    inputs = [call.leaves[index] for call, index in moving]
-    token: torch.Tensor
-    token, *entered = _Enter.apply([call for call, _ in moving], begin, *inputs)  # type: ignore[no-untyped-call]
-    for (call, index), value in zip(moving, entered, strict=True):
-        call.leaves[index] = value
-    return token
-
-
-def _leave(calls: Sequence[_Call], token: torch.Tensor, made: Mapping[_Call, Any]) -> None:
-    """Begin to send what this rank made of calls, and to receive the rest, into the outputs of the calls."""
-    sent: list[tuple[_Call, torch.Tensor]] = []
-    values: list[torch.Tensor | None] = []
-    for call in calls:
-        call.placed.learn(call, made.get(call))
-        if not call.held:
-            call.hold()
-        specs = leaves_of(call.placed.specs[call.key], torch.Tensor)
-        sent += [(call, spec) for spec in specs]
-        values += leaves_of(made[call], torch.Tensor) if call in made else [None] * len(specs)
-    works: list[list[dist.Work]] = []
-    wholes = _Leave.apply(sent, works, token, *values)  # type: ignore[no-untyped-call]
-    outputs = [output for call in calls for output in call.held]
-    for output, whole, own in zip(outputs, wholes, works, strict=True):
-        output.plain, output.waits = whole, [work.wait for work in own]
-
-
-class _Enter(torch.autograd.Function):
-    """Inputs with gradients: each rank's gradient of its samples goes to all ranks."""
+class _Node(torch.autograd.Function):
+    """Calls: all ranks have their outputs and the gradients of their inputs, each computes those of its samples."""
 
     @staticmethod
-    def forward(ctx: Any, owners: Sequence[_Call], token: torch.Tensor, *inputs: torch.Tensor) -> Any:
-        """Return the token, which links the outputs to this, and the inputs."""
-        ctx.inputs = [(c.placed, c.samples, each.shape, each.dtype) for c, each in zip(owners, inputs, strict=True)]
-        return token.view_as(token), *(each.view_as(each) for each in inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _token: torch.Tensor, *grads: torch.Tensor) -> Any:
-        """Return the gradients of all samples."""
-        found, works = [], []
-        for grad, (placed, samples, shape, dtype) in zip(grads, ctx.inputs, strict=True):
-            whole = torch.empty(shape, dtype=dtype, device=placed.device)
-            if placed.is_member:
-                whole.copy_(grad)
-            if len(placed.heads) == 1 or shape[:1] == (samples,):
-                works += placed.share(whole)
-            else:  # every replica has a part of the sum
-                if placed.is_member:
-                    dist.all_reduce(whole, group=placed.peers)
-                sender, group = placed.group.first, placed.subgroups.everyone
-                works.append(dist.broadcast(whole, group=group, group_src=sender, async_op=True))
-            found.append(whole)
-        for work in works:
-            work.wait()
-        return None, None, *found
-
-
-class _Leave(torch.autograd.Function):
-    """Outputs: each rank's samples go to all ranks; the backward takes this rank's samples of the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        sent: Sequence[tuple[_Call, torch.Tensor]],
-        works: list[list[dist.Work]],
-        token: torch.Tensor,
-        *values: torch.Tensor | None,
-    ) -> Any:
-        """Return the whole outputs, which may still be under way."""
-        ctx.sent = [(call.placed, call.key, spec.requires_grad) for call, spec in sent]
+    def forward(ctx: Any, leaves: Sequence[_Leaf], sent: Sequence[Any], used: set[Any], begin: Any, *_: Any) -> Any:
+        """Return tensors for the whole outputs, with this rank's values in place; sent are calls, outputs, values."""
+        ctx.used, ctx.leaves = used, [(placed, samples) for placed, samples, _, _ in leaves]
+        ctx.sent = [(call.placed, call.key, output.requires_grad) for call, output, _ in sent]
+        ctx.save_for_backward(*(copy for *_, copy in leaves), *(value for *_, value in sent))
         ctx.set_materialize_grads(False)  # parameters behind unused outputs have no gradient
-        found = []
-        for (call, spec), value in zip(sent, values, strict=True):
-            whole = torch.empty(spec.shape, dtype=spec.dtype, device=token.device)
+        found = [torch.empty(output.shape, dtype=output.dtype, device=begin.device) for _, output, _ in sent]
+        for whole, (call, _, value) in zip(found, sent, strict=True):
             if value is not None:
-                call.placed.part(whole, call.placed.subgroups.rank).copy_(value)
-            works.append(call.placed.share(whole))
-            found.append(whole)
-        fixed = [whole for whole, (_, spec) in zip(found, sent, strict=True) if not spec.requires_grad]
-        ctx.mark_non_differentiable(*fixed)
+                call.placed.part(whole).copy_(value)
+        ctx.mark_non_differentiable(*(whole for whole, own in zip(found, ctx.sent, strict=True) if not own[-1]))
         return tuple(found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the gradients of this rank's outputs."""
-        own, unused = [], set[tuple[_Placed, Any]]()
-        for grad, (placed, key, requires_grad) in zip(grads, ctx.sent, strict=True):
-            is_mine = placed.is_member and grad is not None
-            own.append(placed.part(grad, placed.subgroups.rank) if is_mine else None)
-            if requires_grad and grad is None:
-                unused.add((placed, key))
-        for placed, key in {(placed, key) for placed, key, _ in ctx.sent} - unused:
-            placed.used.add(key)
-        return None, None, torch.zeros((), device=ctx.sent[0][0].device), *own
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Return the gradients of inputs and parameters, after the backward of this rank's samples."""
+        inner, values = ctx.saved_tensors[: len(ctx.leaves)], ctx.saved_tensors[len(ctx.leaves) :]
+        own, given, unused = list[torch.Tensor](), list[torch.Tensor](), set[Any]()
+        for value, grad, (placed, key, requires_grad) in zip(values, grads, ctx.sent, strict=True):
+            if grad is None and requires_grad:
+                unused.add(key)
+            elif grad is not None and value is not None:
+                own.append(value)
+                given.append(placed.part(grad))
+        ctx.used |= {key for _, key, _ in ctx.sent} - unused
+        if own:
+            torch.autograd.backward(own, given, retain_graph=keeps_graph())
+        found, works, sums = [], list[Any](), defaultdict[Any, list[torch.Tensor]](list)
+        for leaf, (placed, samples) in zip(inner, ctx.leaves, strict=True):
+            grad, leaf.grad = leaf.grad, None
+            if samples is not None:
+                grad = torch.zeros_like(leaf, device=placed.device) if grad is None else grad.contiguous()
+                works += placed.share(grad, is_divided=grad.shape[:1] == (samples,))
+            elif grad is not None and placed.peers is not None:
+                sums[placed.peers, grad.dtype].append(grad.to_local() if isinstance(grad, DTensor) else grad)
+            found.append(grad)
+        for (peers, _), parts in sums.items():
+            torch._foreach_copy_(parts, sum_as_one(parts, peers))
+        for work in works:
+            work.wait()
+        return None, None, None, None, *found
 
 
-_placed: weakref.WeakKeyDictionary[nn.Module, list[_Placed]] = weakref.WeakKeyDictionary()
+_placed: weakref.WeakKeyDictionary[nn.Module, list[DividedModule]] = weakref.WeakKeyDictionary()
 """Modules that run on groups, by model."""
 
 
 def apply_deployment(
     deployment: Deployment, model: nn.Module, everyone: dist.ProcessGroup, options: Mapping[str, Any]
 ) -> nn.Module:
-    """Let the modules of a model run on their groups, and return the model; all ranks call it.
-
-    On ranks that do not compute a module, its parameters move to the device "meta" and take no memory.
-
-    Raises:
-        DeploymentError: the plan is for another number of devices or another model.
-    """
+    """Do on the ranks of a group what `DeploymentPlan.apply` says."""
     if (size := dist.get_world_size(everyone)) != deployment.cluster.devices:
         raise DeploymentError(
             f"the plan is for {deployment.cluster.devices} devices, and there are {size} ranks; plan again with deploy"
@@ -420,18 +320,14 @@ def apply_deployment(
                     f"the plan divides {own}.{name} over {degree} devices: expected a linear layer whose size is a "
                     f"multiple of that, got {layer}; plan again with deploy"
                 )
-    device = next((each.device for each in model.state_dict().values()), torch.device("cpu"))
-    subgroups = Subgroups(everyone, device)
+    subgroups = Subgroups(everyone, next((each.device for each in model.state_dict().values()), torch.device("cpu")))
     calls = HeldCalls(options if any(group.units < deployment.cluster.units for group in groups) else None)
-    forward = model.forward
-    model.forward = functools.update_wrapper(functools.partial(calls.forward, forward), forward)
-    for group in groups:
-        module = modules[group.module]
-        placed = _Placed(module, group, pairs_of[group.module], subgroups, calls)
+    model.forward = functools.update_wrapper(functools.partial(calls.forward, model.forward), model.forward)
+    _placed[model] = [DividedModule(modules[own.module], own, pairs_of[own.module], subgroups) for own in groups]
+    for placed in _placed[model]:
         if not placed.is_member:
-            module.to_empty(device="meta")
-        module.forward = placed.run
-        _placed.setdefault(model, []).append(placed)
+            placed.module.to_empty(device="meta")
+        placed.module.forward = functools.partial(calls.call, placed, placed.module.forward)
     return model
 
 
@@ -440,9 +336,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     state = {name: value.detach() for name, value in model.state_dict().items()}
     for placed in _placed.get(model, ()):
         for name in (f"{placed.group.module}.{own}" for own in placed.module.state_dict()):
-            value = state[name]
-            if isinstance(value, DTensor):  # its ranks collect it
-                value = value.full_tensor()
+            value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]  # by its ranks
             state[name] = torch.empty_like(value, device=placed.device) if value.is_meta else value.contiguous()
             dist.broadcast(state[name], group=placed.subgroups.everyone, group_src=placed.group.first)
     return state

@@ -1,7 +1,4 @@
-"""Tensors that may be under way from other ranks: code goes on until it reads their values.
-
-arriving(like, waits, plain, source) -> Arriving;  arrived(tree) -> tree of plain tensors
-"""
+"""Tensors that may be under way from other ranks: code goes on until it reads their values."""
 
 from __future__ import annotations
 
@@ -22,6 +19,14 @@ class Arriving(torch.Tensor):
     source: str
     """Name of the call that makes it, if somebody asks for that."""
 
+    def __new__(
+        cls, like: torch.Tensor, waits: Iterable[Callable[[], Any]], plain: torch.Tensor | None = None, source: str = ""
+    ) -> Arriving:
+        """Return a tensor like another; `plain` is in its place when it is used, after some calls."""
+        found = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(cls)
+        found.plain, found.waits, found.source = plain, list(waits), source
+        return found
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -38,25 +43,14 @@ _KNOWN = (
 )
 
 
-def arriving(
-    like: torch.Tensor, waits: Iterable[Callable[[], Any]], plain: torch.Tensor | None = None, source: str = ""
-) -> Arriving:
-    """Return a tensor like another; `plain` is in its place when it is used, after some calls."""
-    empty = torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
-    found = empty.as_subclass(Arriving)
-    found.plain, found.waits, found.source = plain, list(waits), source
-    return found
+def arrived(tree: Any, *, waits: bool = True) -> Any:
+    """Return a tree with plain tensors after waiting for those under way; else they have no values yet, or are None."""
 
-
-def arrived(tree: Any) -> Any:
-    """Return a tree with plain tensors, after waiting for those under way."""
-
-    def wait(tensor: torch.Tensor) -> torch.Tensor:
+    def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(tensor, Arriving):
             return tensor
-        while tensor.waits:
+        while waits and tensor.waits:
             tensor.waits.pop()()
-        assert tensor.plain is not None
         return tensor.plain
 
-    return map_tensors(wait, tree)
+    return map_tensors(plain_of, tree)

@@ -2,14 +2,13 @@
 
     deploy(model, batch, mesh=..., loss_fn=...) -> DeploymentPlan
 
-    trace_step(model, batch, loss_fn, names) -> CallTrace   which modules read whose outputs
-    copies_of(trace, cluster, subgroups) -> copies          of every module, divided in every way that has its numbers
-    measure(pieces, group, device) -> times                 of every module, forward and backward
-    work_of(trace, times, copies, cluster, ...) -> StepWork what the planner gets
+    trace_step(model, batch, loss_fn, names) -> CallTrace       which modules read whose outputs
+    pieces_of(trace, cluster, subgroups, ...) -> pieces         every call, in every way that has its numbers
+    measure(pieces, group, device) -> times                     forward and backward
+    work_of(trace, pieces, times, cluster, ...) -> StepWork     what the planner gets
 
 Every module is timed alone, with the samples that a device of each size of group would have, on all ranks at the same
-time; the slowest rank counts. Where there is a mesh, copies whose layers or state the ranks divide are timed too, with
-their collectives. The code between the modules runs on every rank with the whole batch. The first rank plans for all.
+time; the slowest rank counts, of every repetition where ranks wait for each other. The first rank plans for all.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import logging
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from apollo_compile.cost_model.collectives import Link
-from apollo_compile.distributed.deploy.arriving import Arriving, arriving
-from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, group_of, units_of
+from apollo_compile.distributed.deploy.arriving import Arriving, arrived
+from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, group_of, map_samples, part_of, units_of
 from apollo_compile.distributed.deploy.pairs import are_equal, find_pairs
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
-from apollo_compile.distributed.link import measure_link
+from apollo_compile.distributed.link import measure_link, tell
 from apollo_compile.errors import ApolloError, DeploymentError
 from apollo_compile.passes.deploy import (
     REST,
@@ -61,9 +60,6 @@ LEAST_SHARE = 0.02
 
 WARM_UPS, LEAST, MOST, BUDGET_S = 2, 5, 25, 0.2
 """Calls of a module before it is timed; least and most timed calls, of which the median counts; their time, about."""
-
-WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Modules whose result for a sample depends on the others, so that samples are not divided."""
 
 
 def deploy(
@@ -103,8 +99,7 @@ def deploy(
     if isinstance(mesh, int) and link is None:
         raise DeploymentError("a simulation on a number of devices needs a link: pass link=Link(latency, bandwidth)")
     with _unchanged(model):
-        names = _names_of(model, modules)
-        trace = trace_step(model, batch, loss_fn, [*names, *_others(model, names)])
+        trace = trace_step(model, batch, loss_fn, _names_of(model, modules))
         device = trace.device
         if link is None:
             link = measure_link(lambda each: dist.all_reduce(each, group=group), 2 * (size - 1), group, device)
@@ -112,20 +107,19 @@ def deploy(
         if device.type == "cuda":
             units = torch.cuda.get_device_properties(device).multi_processor_count
         cluster = EqualDevices(devices=size, units=units, memory_bytes=memory, link=link, is_measured=group is not None)
-        copies = copies_of(trace, cluster, None if group is None else Subgroups(group, device))
-        times = measure(pieces_of(trace, copies, optimizer_states), group, device)
-        plan: list[Any] = [None]
+        pieces = pieces_of(trace, cluster, None if group is None else Subgroups(group, device), optimizer_states)
+        times = measure(pieces, group, device)
+        plan: Any = None
         if group is None or dist.get_rank(group) == 0:
             try:
-                work = work_of(trace, times, copies, cluster, optimizer_states, modules)
-                plan = [plan_deployment(work, cluster, seconds=seconds)]
+                work = work_of(trace, pieces, times, cluster, optimizer_states, modules)
+                plan = plan_deployment(work, cluster, seconds=seconds)
             except ApolloError as error:
-                plan = [error]
-    if group is not None:
-        dist.broadcast_object_list(plan, group=group, group_src=0)
-    if isinstance(plan[0], Exception):
-        raise plan[0]
-    return DeploymentPlan(plan[0])
+                plan = error
+    plan = plan if group is None else tell(plan, group)
+    if isinstance(plan, ApolloError):
+        raise plan
+    return DeploymentPlan(plan)
 
 
 @contextlib.contextmanager
@@ -145,64 +139,48 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
+    """Return the given modules to place, or the children of the model, and other children that might have to be."""
     known = dict(model.named_modules())
-    names = list(dict(_children_of(model))) if modules is None else list(modules)
-    if unknown := [name for name in names if not name or name not in known]:
-        children = ", ".join(name for name in known if name and name.count(".") < 2)
-        raise DeploymentError(f"the model has no module {unknown[0]!r}; it has {children or 'none'}")
-    if nested := [(one, other) for one in names for other in names if other.startswith(f"{one}.")]:
-        raise DeploymentError(f"module {nested[0][1]!r} is inside of {nested[0][0]!r}: place one of them")
-    owners: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = next((each for each in names if name.startswith(f"{each}.")), REST)
-        if owners.setdefault(parameter, owner) != owner:
-            raise DeploymentError(
-                f"{owner!r} and {owners[parameter]!r} share a parameter, which only one of them can have: leave them "
-                "out of modules"
-            )
-    return names
+    lists = {name for name, module in known.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)}
+    children = [name for name in known if name and name not in lists and lists.issuperset(_parents_of(name))]
+    given = children if modules is None else modules
+    if unknown := [name for name in given if not name or name not in known]:
+        some = ", ".join(name for name in known if name and name.count(".") < 2)
+        raise DeploymentError(f"the model has no module {unknown[0]!r}; it has {some or 'none'}")
+    if nested := [(name, parent) for name in given for parent in _parents_of(name) if parent in given]:
+        raise DeploymentError(f"module {nested[0][0]!r} is inside of {nested[0][1]!r}: place one of them")
+    above = {parent for name in given for parent in (name, *_parents_of(name))}
+    names = [*given, *(name for name in children if name not in above and set(given).isdisjoint(_parents_of(name)))]
+    owners: dict[nn.Parameter, dict[str, None]] = defaultdict(dict)
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        owners[parameter][next((name for name in _parents_of(path) if name in names), REST)] = None
+    shared = [list(each) for each in owners.values() if len(each) > 1]
+    if wrong := [each for each in shared if not set(given).isdisjoint(each)]:
+        raise DeploymentError(
+            f"{wrong[0][1]!r} and {wrong[0][0]!r} share a parameter, which only one of them can have: leave them out "
+            "of modules"
+        )
+    return [name for name in names if not any(name in each for each in shared)]
 
 
-def _children_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that the model's own code may call, by name: its children, and those of lists and dicts."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _children_of(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
-
-
-def _others(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the other children of the model that may have devices of their own."""
-    owners = Counter(id(each) for own in model.modules() for each in own.parameters(recurse=False))
-    return [
-        name
-        for name, child in _children_of(model)
-        if not any(each == name or each.startswith(f"{name}.") for each in names)
-        and all(owners[id(each)] == 1 for each in child.parameters())
-    ]
-
-
-# --------------------------------------------------------------------------------------------------------------- trace
+def _parents_of(name: str) -> list[str]:
+    """Return the names of the modules around a module or parameter, but for the model."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 @dataclass(eq=False, slots=True)
 class _Record:
-    """A call of a module in the traced step."""
+    """A call of a module in the traced step, with detached tensors; `call` has no inputs and times yet."""
 
-    name: str
-    module_name: str
+    call: ModuleCall
     module: nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    """Detached positional and keyword arguments."""
-    read: frozenset[str]
-    """Calls whose outputs code between the modules had read."""
-    inputs: frozenset[str]
-    """Calls whose outputs it gets."""
     outputs: list[torch.Tensor]
-    """Detached tensors of its output."""
-    saved_bytes: int
-    """Bytes that its backward keeps."""
+    reads: frozenset[str]
+    """Calls whose outputs it gets."""
+    after: frozenset[str]
+    """These, calls whose outputs code between the modules had read, and all calls before them."""
 
 
 @dataclass(slots=True)
@@ -214,7 +192,7 @@ class CallTrace:
     """Runs the forward and the loss."""
     samples: int
     device: torch.device
-    calls: list[_Record] = field(default_factory=list)
+    records: list[_Record] = field(default_factory=list)
     pairs: dict[str, tuple[LinearPair, ...]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     """Calls whose outputs have been read so far."""
@@ -225,190 +203,156 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
     tensors = [each for each in leaves_of(batch, torch.Tensor) if each.dim()]
     if not tensors:
         raise DeploymentError("the batch has no tensor with samples")
-    samples, device = tensors[0].shape[0], tensors[0].device
-    trace = CallTrace(model, lambda: loss_fn(_call(model, batch)), samples, device)
-    modules = {name: model.get_submodule(name) for name in names}
-    own = {name: {"forward": module.forward} if "forward" in vars(module) else {} for name, module in modules.items()}
-    for name, module in modules.items():
-        module.forward = functools.partial(_record, trace, name, module, module.forward)
-    try:
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    args = args if isinstance(args, tuple | list) else (args,)
+    trace = CallTrace(model, lambda: loss_fn(model(*args, **kwargs)), tensors[0].shape[0], tensors[0].device)
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            module = model.get_submodule(name)
+            stack.callback(vars(module).update, {own: value for own, value in vars(module).items() if own == "forward"})
+            stack.callback(vars(module).pop, "forward")
+            module.forward = functools.partial(_record, trace, name, module, module.forward)
         trace.run()
-    finally:
-        for name, module in modules.items():
-            del module.forward
-            vars(module).update(own[name])
     return trace
 
 
-def _record(
-    trace: CallTrace, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _record(trace: CallTrace, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, and add the call to the trace."""
-    count = sum(call.module_name == name for call in trace.calls)
-    inputs = frozenset(each.source for each in leaves_of((args, kwargs), Arriving))
-    read = frozenset(trace.read)
-    args, kwargs = map_tensors(lambda each: each.plain if isinstance(each, Arriving) else each, (args, kwargs))
+    count = sum(record.call.module == name for record in trace.records)
+    reads = frozenset(each.source for each in leaves_of((args, kwargs), Arriving))
+    known = reads | trace.read
+    after = known.union(*(record.after for record in trace.records if record.call.name in known))
+    args, kwargs = arrived((args, kwargs), waits=False)
     kept: dict[int, int] = {}
     """Bytes by storage."""
-    parameters = {each.untyped_storage().data_ptr() for each in module.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward(*args, **kwargs)
-    record = _Record(
+    for parameter in module.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    outputs = [each.detach() for each in leaves_of(output, torch.Tensor)]
+    call = ModuleCall(
         name=f"{name}#{count}" if count else name,
-        module_name=name,
-        module=module,
-        arguments=map_tensors(lambda each: _leaf_like(each, each), (args, kwargs)),
-        read=read,
-        inputs=inputs,
-        outputs=[each.detach() for each in leaves_of(output, torch.Tensor)],
-        saved_bytes=sum(kept.values()),
+        module=name,
+        inputs=(),
+        sent_bytes=sum(each.nbytes for each in outputs),
+        returned_bytes=sum(each.nbytes for each in leaves_of((args, kwargs), torch.Tensor) if each.requires_grad),
+        activation_bytes=sum(kept.values()),
+        forward_ns=(),
+        backward_ns=(),
     )
-    trace.calls.append(record)
-    note = functools.partial(trace.read.add, record.name)
-    return map_tensors(lambda each: arriving(each, [note], each, record.name), output)
+    arguments = _first_samples((args, kwargs), trace.samples, 1)
+    trace.records.append(_Record(call, module, arguments, outputs, reads, after))
+    note = functools.partial(trace.read.add, call.name)
+    return map_tensors(lambda each: Arriving(each, [note], each, call.name), output)
 
 
-def _leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(like.requires_grad)
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-# --------------------------------------------------------------------------------------------------------------- times
-
-
-class ModuleCopy(NamedTuple):
-    """A module whose layers or state are divided, or as it is, and how to call it."""
+class TimedPiece(NamedTuple):
+    """Work of a module, or of this rank's part of it, to time: a forward, and the backward of what it returns."""
 
     module: nn.Module
     run: Callable[..., Any]
 
 
-Copies = Mapping[str, Mapping[Division, ModuleCopy]]
-"""Copies of every module, by its name and by division."""
+PieceKey: TypeAlias = tuple[str | nn.Module, Division]
+"""A call by its name, the whole step as `REST`, or a module for its update; and how devices divide it."""
+
+Pieces: TypeAlias = dict[PieceKey, TimedPiece]
+Times: TypeAlias = Mapping[PieceKey, tuple[int, int]]
+"""Nanoseconds of the forward and backward of pieces."""
 
 
-def copies_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | None) -> Copies:
-    """Return a copy for each division in which a module computes what it does alone, and add pairs to the trace.
+def pieces_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | None, optimizer_states: int) -> Pieces:
+    """Return what is timed: the step, calls in all divisions in which they compute what they do alone, and updates.
 
-    All ranks of the subgroups call it; without them there are plain replicas only.
+    All ranks of the subgroups call it; without them there are plain replicas only. It adds pairs to the trace.
     """
-    found: dict[str, dict[Division, ModuleCopy]] = {}
     sizes, units = group_sizes(cluster.devices), cluster.units
+    alone = Division(devices=1, units=units)
+    pieces: Pieces = {(REST, alone): TimedPiece(trace.model, trace.run)}
     degrees = [size for size in sizes if subgroups is not None and size > 1 and not size & (size - 1)]
-    for name, module in {call.module_name: call.module for call in trace.calls}.items():
-        calls = [call for call in trace.calls if call.module_name == name]
-        trace.pairs[name] = find_pairs(module, *calls[0].arguments, max(degrees, default=1))
-        most = max((pair.degree for pair in trace.pairs[name]), default=1)
-        shares = [units >> power for power in range(3 if trace.device.type == "cpu" else 1) if units >> power]
+    shares = [units >> power for power in range(3 if trace.device.type == "cpu" else 1) if units >> power]
+    for name, module in {record.call.module: record.module for record in trace.records}.items():
+        records = [record for record in trace.records if record.module is module]
+        pairs = trace.pairs[name] = find_pairs(module, *records[0].arguments, max(degrees, default=1))
+        most = max((pair.degree for pair in pairs), default=1)
         ways = [Division(devices=size, units=share) for share in shares for size in sizes]
         ways += [Division(devices=n, units=units, tensor=t) for n in sizes for t in degrees if t <= most and n % t == 0]
         ways += [Division(devices=n, units=units, is_sharded=True) for n in sizes if degrees and n > 1]
-        ways = [way for way in ways if all(_is_divisible(call, trace.samples, way) for call in calls)]
-        found[name] = {way: ModuleCopy(module, module) for way in ways if not way.kind}
         for way in ways:
-            if subgroups and way.kind and (copied := _divide(calls, way, trace, subgroups)):
-                found[name][way] = copied
-    return found
+            own = _part_of(records, way, trace, subgroups)
+            if own is not None:
+                pieces[own.module, alone] = TimedPiece(own.module, _update_of(own.module, optimizer_states))
+                for record in records:
+                    args, kwargs = _first_samples(record.arguments, trace.samples, way.replicas)
+                    pieces[record.call.name, way] = TimedPiece(own.module, functools.partial(own.run, *args, **kwargs))
+    return pieces
 
 
-def _divide(calls: Sequence[_Record], way: Division, trace: CallTrace, subgroups: Subgroups) -> ModuleCopy | None:
-    """Return this rank's part of a module for every group of devices; None, on all ranks, if it cannot run so."""
-    name, module, problem = calls[0].module_name, calls[0].module, ""
-    found = ModuleCopy(nn.Identity(), lambda *_, **__: ())  # of a rank without a group
+def _is_divisible(record: _Record, samples: int, replicas: int) -> bool:
+    """Return whether samples of a call can be on several replicas, with the same result."""
+    inputs = leaves_of(record.arguments, torch.Tensor)
+    with_statistics = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # a sample's result depends on the others
+    return replicas == 1 or (
+        bool(inputs)
+        and samples % replicas == 0
+        and not any(isinstance(each, with_statistics) for each in record.module.modules())
+        and all(each.shape[:1] == (samples,) for each in (inputs[0], *record.outputs))
+    )
+
+
+def _first_samples(tree: Any, samples: int, replicas: int) -> Any:
+    """Return the arguments of the first of some replicas, detached."""
+    part = map_samples(lambda each: part_of(each, 0, replicas), tree, samples)
+    return map_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), part)
+
+
+def _part_of(records: list[_Record], way: Division, trace: CallTrace, subgroups: Subgroups | None) -> TimedPiece | None:
+    """Return a module, or this rank's part of a copy, if all ranks can divide it so; records are its calls."""
+    name, module, samples = records[0].call.module, records[0].module, trace.samples
+    if not all(_is_divisible(record, samples, way.replicas) for record in records):
+        return None
+    if subgroups is None or not way.kind:
+        return TimedPiece(module, module)
+    firsts = range(0, subgroups.size - way.devices + 1, way.devices)  # a rank after them has no group
+    groups = [DeviceGroup(module=name, first=first, **way.key) for first in firsts]
+    for each in groups:
+        subgroups.of(each)
+    found, problem = TimedPiece(nn.Identity(), lambda *_, **__: ()), ""
     try:
-        for first in range(0, subgroups.size - way.devices + 1, way.devices):
-            group = DeviceGroup(module=name, first=first, **way.key)
-            is_mine = subgroups.rank in group.range
-            own = copy.deepcopy(module) if is_mine else module
-            divided = DividedModule(own, group, trace.pairs[name], subgroups)
-            if is_mine:
-                divided.peers = None  # sums of gradients are predicted
-                found = ModuleCopy(own, divided.compute)
-        for call in calls:
-            args, kwargs = _first_part(call.arguments, trace.samples, way)
-            with torch.no_grad():
-                output = found.run(*args, **kwargs)
-                if way.tensor > 1 and output != () and not are_equal(output, module(*args, **kwargs)):
-                    problem = "its parts do not sum to its output"
+        for group in (each for each in groups if subgroups.rank in each.range):
+            divided = DividedModule(copy.deepcopy(module), group, trace.pairs[name], subgroups)
+            found = TimedPiece(divided.module, functools.partial(divided.compute, {}))
+            for record in records:
+                args, kwargs = _first_samples(record.arguments, samples, way.replicas)
+                with torch.no_grad():
+                    output = found.run(*args, **kwargs)
+                    if way.tensor > 1 and not are_equal(output, module(*args, **kwargs)):
+                        problem = "its parts do not sum to its output"
     except Exception as error:  # of any code; all ranks do without this division
         problem = f"{type(error).__name__}: {error}"
     problems = [""] * subgroups.size
     dist.all_gather_object(problems, problem, group=subgroups.everyone)
     if any(problems):
-        _logger.info("module %r cannot have devices %s: %s", name, way, max(problems))
+        _logger.info("module %r cannot have %s: %s", name, groups[0], max(problems))
     return None if any(problems) else found
-
-
-class TimedPiece(NamedTuple):
-    """Work to time: a forward, and the backward of what it returns."""
-
-    module: nn.Module
-    work: Callable[[], Any]
-    is_alone: bool
-    """Whether a rank would run it alone; else the slowest rank of every repetition counts."""
-    units: int
-    """Threads on a CPU."""
-
-
-Times = Mapping[Hashable, tuple[int, int]]
-"""Nanoseconds of forward and backward: of `REST`, the whole step; of (call, way); of ("update", module)."""
-
-
-def pieces_of(trace: CallTrace, copies: Copies, optimizer_states: int) -> dict[Hashable, TimedPiece]:
-    """Return what is timed: the step, calls by name and division, updates."""
-    units = torch.get_num_threads()
-    pieces: dict[Hashable, TimedPiece] = {REST: TimedPiece(trace.model, trace.run, True, units)}
-    for record in trace.calls:
-        for way, copied in copies[record.module_name].items():
-            args, kwargs = _first_part(record.arguments, trace.samples, way)
-            work = functools.partial(copied.run, *args, **kwargs)
-            pieces[record.name, way] = TimedPiece(copied.module, work, way.devices == 1, way.units)
-    for module in dict.fromkeys(own.module for ways in copies.values() for own in ways.values()):
-        pieces["update", module] = TimedPiece(module, _update_of(module, optimizer_states), True, units)
-    return pieces
 
 
 def _update_of(module: nn.Module, optimizer_states: int) -> Callable[[], Any]:
     """Return an optimizer's step: of AdamW, or of SGD if it keeps at most one tensor per parameter."""
     copies = [each.detach().clone().requires_grad_() for each in module.parameters() if each.requires_grad]
-    if not copies:
-        return lambda: None
     for each in copies:
         each.grad = torch.zeros_like(each)
-    is_adam = optimizer_states > 1
-    optimizer = torch.optim.AdamW(copies) if is_adam else torch.optim.SGD(copies, momentum=0.9 * optimizer_states)
-    return optimizer.step
+    if optimizer_states > 1 and copies:
+        return torch.optim.AdamW(copies).step
+    return torch.optim.SGD(copies, momentum=0.9 * optimizer_states).step if copies else lambda: None
 
 
-def _is_divisible(record: _Record, samples: int, division: Division) -> bool:
-    """Return whether samples of a call can be on several replicas, with the same result."""
-    inputs, replicas = leaves_of(record.arguments, torch.Tensor), division.devices // division.tensor
-    return replicas == 1 or (
-        samples % replicas == 0
-        and not any(isinstance(each, WITH_STATISTICS) for each in record.module.modules())
-        and all(each.shape[:1] == (samples,) for each in (*inputs[:1], *record.outputs))
-        and bool(inputs)
-    )
-
-
-def _first_part(tree: Any, samples: int, division: Division) -> Any:
-    part = samples * division.tensor // division.devices
-    return map_tensors(lambda each: _leaf_like(each[:part], each) if each.shape[:1] == (samples,) else each, tree)
-
-
-def measure(pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | None, device: torch.device) -> Times:
+def measure(pieces: Pieces, group: dist.ProcessGroup | None, device: torch.device) -> Times:
     """Return the median times of pieces, on all ranks of a group at once; they take turns, so that noise is fair."""
     watch = Stopwatch(device)
 
@@ -424,94 +368,75 @@ def measure(pieces: Mapping[Hashable, TimedPiece], group: dist.ProcessGroup | No
             begin = time.monotonic()
         elif turn >= WARM_UPS + LEAST and slowest([time.monotonic() - begin]).item() > BUDGET_S * len(pieces):
             break
-        for key, piece in pieces.items():
+        for (name, way), piece in pieces.items():
             piece.module.zero_grad()
             if device.type == "cpu":
-                torch.set_num_threads(piece.units)
+                torch.set_num_threads(way.units)
             if group is not None:
                 dist.barrier(group=group)
             watch.begin()
-            outputs = [each for each in leaves_of(piece.work(), torch.Tensor) if each.requires_grad]
-            watch.end((key, "forward"))
+            outputs = [each for each in leaves_of(piece.run(), torch.Tensor) if each.requires_grad]
+            watch.end((name, way, "forward"))
             grads = [torch.ones_like(each) for each in outputs]
             watch.begin()
             if outputs:
                 torch.autograd.backward(outputs, grads)
-            watch.end((key, "backward"))
+            watch.end((name, way, "backward"))
     spans = defaultdict(list)
-    for found, ns in watch.read():
-        spans[found].append(ns)
+    for key, ns in watch.read():
+        spans[key].append(ns)
 
-    def median(key: Hashable, kind: str) -> int:
-        own = spans[key, kind]
-        return round(slowest([statistics.median(own)] if pieces[key].is_alone else own).median().item())
+    def median(name: str | nn.Module, way: Division, kind: str) -> int:
+        own = spans[name, way, kind]
+        return round(slowest([statistics.median(own)] if way.devices == 1 else own).median().item())
 
-    return {key: (median(key, "forward"), median(key, "backward")) for key in pieces}
-
-
-# ---------------------------------------------------------------------------------------------------------------- work
+    return {key: (median(*key, "forward"), median(*key, "backward")) for key in pieces}
 
 
 def work_of(
-    trace: CallTrace,
-    times: Times,
-    copies: Copies,
-    cluster: EqualDevices,
-    optimizer_states: int,
-    named: Collection[str] | None,
+    trace: CallTrace, pieces: Pieces, times: Times, cluster: EqualDevices, states: int, named: Collection[str] | None
 ) -> StepWork:
     """Return the work of the planner, with the code between the modules as the last call.
 
-    Without names, modules with less than a share of the time of all are part of that code, or follow others.
+    Without names, modules with less than a share of the time of all are part of that code, or follow others. An
+    optimizer has some states for each parameter.
     """
-    by_module: Counter[str] = Counter()
     alone = Division(devices=1, units=cluster.units)
-    for call in trace.calls:
-        by_module[call.module_name] += sum(times[call.name, alone])
-    least = LEAST_SHARE * by_module.total()
-    large = {name for name, ns in by_module.items() if ns >= least} if named is None else set(named)
+    spent: Counter[str] = Counter()
+    for record in trace.records:
+        spent[record.call.module] += sum(times[record.call.name, alone])
+    large = {name for name, ns in spent.items() if ns >= LEAST_SHARE * spent.total()} if named is None else set(named)
     kept = calls_to_place(trace, large)
     if not kept:
         raise DeploymentError("no module was called with tensors in the step: expected some; name them with modules")
-    names = [call.name for call, _ in kept]
-    rest = [max(0, times[REST][kind] - sum(times[name, alone][kind] for name in names)) for kind in (0, 1)]
-    last = ModuleCall(name=REST, module=REST, inputs=tuple(names), forward_ns=(rest[0],), backward_ns=(rest[1],))
-    placed = {call.module_name: call.module for call, _ in kept}
-    calls = [
-        ModuleCall(
-            name=call.name,
-            module=call.module_name,
-            inputs=inputs,
-            sent_bytes=sum(each.nbytes for each in call.outputs),
-            returned_bytes=sum(each.nbytes for each in leaves_of(call.arguments, torch.Tensor) if each.requires_grad),
-            activation_bytes=call.saved_bytes,
-            forward_ns=tuple(times[call.name, way][0] for way in copies[call.module_name]),
-            backward_ns=tuple(times[call.name, way][1] for way in copies[call.module_name]),
-        )
-        for call, inputs in kept
-    ]
+    calls = []
+    for record, inputs in kept:
+        forward_ns, backward_ns = zip(*(ns for (name, _), ns in times.items() if name == record.call.name), strict=True)
+        calls.append(replace(record.call, inputs=inputs, forward_ns=forward_ns, backward_ns=backward_ns))
+    names = tuple(call.name for call in calls)
+    rest = [(max(0, times[REST, alone][kind] - sum(times[name, alone][kind] for name in names)),) for kind in (0, 1)]
+    calls.append(ModuleCall(name=REST, module=REST, inputs=names, forward_ns=rest[0], backward_ns=rest[1]))
+    placed = {record.call.module: record.module for record, _ in kept}
 
     def mode(name: str, way: Division, own: Iterable[nn.Parameter], update_ns: int = 0) -> GroupMode:
         """Return a mode with the parts of parameters that this rank has."""
         parts = [(each.to_local() if isinstance(each, DTensor) else each) for each in own]
         trained = sum(each.nbytes for each in parts if each.requires_grad)
-        state_bytes = sum(each.nbytes for each in parts) + (1 + optimizer_states) * trained
+        state_bytes = sum(each.nbytes for each in parts) + (1 + states) * trained
         if way.is_sharded:  # parameters and gradients are whole for two layers at once, and outside of layers
             layers = [sum(each.nbytes for each in layer.parameters()) for layer in units_of(placed[name])]
             state_bytes += 2 * (sum(each.nbytes for each in placed[name].parameters()) - sum(sorted(layers)[:-2]))
         summed = 0 if name == REST or way.is_sharded else trained  # gradients of the rest are equal on all ranks
         return GroupMode(**way.key, state_bytes=state_bytes, gradient_bytes=summed, update_ns=update_ns)
 
-    def state(name: str) -> ModuleState:
-        ways = copies[name].items()
-        modes = [mode(name, way, own.module.parameters(), times["update", own.module][0]) for way, own in ways]
-        return ModuleState(name=name, modes=tuple(modes), pairs=trace.pairs[name])
-
-    owned = {id(each) for module in placed.values() for each in module.parameters()}
-    left = [each for each in trace.model.parameters() if id(each) not in owned]
+    modules = []
+    for name in placed:  # which is that of its first call
+        own = [(way, piece.module) for (call_name, way), piece in pieces.items() if call_name == name]
+        modes = [mode(name, way, module.parameters(), times[module, alone][0]) for way, module in own]
+        modules.append(ModuleState(name=name, modes=tuple(modes), pairs=trace.pairs[name]))
+    left = set(trace.model.parameters()).difference(*(module.parameters() for module in placed.values()))
     everywhere = mode(REST, Division(devices=cluster.devices, units=cluster.units), left)
-    rest_state = ModuleState(name=REST, modes=(everywhere,))
-    return StepWork(modules=(*map(state, placed), rest_state), calls=(*calls, last))
+    return StepWork(modules=(*modules, ModuleState(name=REST, modes=(everywhere,))), calls=tuple(calls))
 
 
 def calls_to_place(trace: CallTrace, large: set[str]) -> list[tuple[_Record, tuple[str, ...]]]:
@@ -520,24 +445,20 @@ def calls_to_place(trace: CallTrace, large: set[str]) -> list[tuple[_Record, tup
     These are the large modules, and small ones that read what a large one made while another large one, which is called
     later, does not read what they make: as code between the modules they would make it wait.
     """
-    calls = [call for call in trace.calls if call.outputs]
-    is_large = {call.name: call.module_name in large for call in calls}
-    above: dict[str, frozenset[str]] = {}
-    for call in calls:
-        direct = call.inputs | call.read
-        above[call.name] = direct.union(*(above[name] for name in direct if name in above))
+    records = [record for record in trace.records if record.outputs]
+    big = {record.call.name for record in records if record.call.module in large}
     follow = {
-        call.module_name
-        for number, call in enumerate(calls)
-        if call.inputs and any(is_large.get(name) for name in above[call.name])
-        if any(is_large[other.name] and call.name not in above[other.name] for other in calls[number + 1 :])
+        record.call.module
+        for number, record in enumerate(records)
+        if record.reads and not big.isdisjoint(record.after)
+        if any(other.call.name in big and record.call.name not in other.after for other in records[number + 1 :])
     }
     found: list[tuple[_Record, tuple[str, ...]]] = []
-    read: set[str] = set()
-    for call in calls:
-        needs = above[call.name] | read
-        if call.module_name in large | follow:
-            found.append((call, tuple(other.name for other, _ in found if other.name in needs)))
+    read: frozenset[str] = frozenset()
+    for record in records:
+        needs = record.after | read
+        if record.call.module in large | follow:
+            found.append((record, tuple(other.call.name for other, _ in found if other.call.name in needs)))
         else:
-            read |= needs
+            read = needs
     return found

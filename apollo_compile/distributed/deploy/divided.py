@@ -1,17 +1,15 @@
-"""A module on one of the ranks that divide its samples, its linear layers or its state."""
+"""A module on one of the ranks that divide its samples, its linear layers (by DTensor) or its state (by FSDP2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from apollo_compile.distributed.deploy.pairs import random_states
@@ -28,25 +26,37 @@ class Subgroups:
         self.device = device
         self._ranks, self._made = dist.get_process_group_ranks(everyone), dict[range, dist.ProcessGroup]()
 
-    def of(self, lines: Sequence[range]) -> dist.ProcessGroup | None:
-        """Return the group of the line that has this rank; None if that is no other rank. All ranks call it alike."""
-        for line in lines:
-            if len(line) > 1 and line not in self._made:
+    def of(self, group: DeviceGroup) -> list[dist.ProcessGroup | None]:
+        """Return groups of this rank's replica, and of the ranks with the same part of every replica.
+
+        A group is None if it would have no other rank. All ranks call it, also those outside of the device group.
+        """
+        ranks, step, found = group.range, group.tensor, list[dist.ProcessGroup | None]()
+        for lines in ([range(head, head + step) for head in ranks[::step]], [ranks[own::step] for own in range(step)]):
+            for line in (each for each in lines if len(each) > 1 and each not in self._made):
                 self._made[line] = dist.new_group([self._ranks[each] for each in line])
-        return next((self._made[line] for line in lines if self.rank in line and len(line) > 1), None)
+            found.append(next((self._made.get(line) for line in lines if self.rank in line), None))
+        return found
 
 
 def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group of all devices."""
-    if mesh is not None and mesh.ndim != 1:
-        raise DeploymentError(f"the mesh has {mesh.ndim} dimensions: expected one")
     group = dist.group.WORLD if mesh is None else mesh.get_group()
     if group is None:
         raise DeploymentError(
-            "there is no process group: call torch.distributed.init_process_group, as under torchrun, or pass "
-            "mesh=<number of devices> to simulate"
+            "there is no process group: call torch.distributed.init_process_group, or pass mesh=<number> to simulate"
         )
     return group
+
+
+def part_of(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    """Return the samples of one of several replicas; one replica may have a tensor without samples."""
+    return whole if count == 1 else whole[len(whole) * index // count : len(whole) * (index + 1) // count]
+
+
+def map_samples(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, samples: int) -> Any:
+    """Return a tree with the results of a function for all tensors that have so many samples."""
+    return map_tensors(lambda each: function(each) if each.shape[:1] == (samples,) else each, tree)
 
 
 class DividedModule:
@@ -56,20 +66,15 @@ class DividedModule:
         self, module: nn.Module, group: DeviceGroup, pairs: Sequence[LinearPair], subgroups: Subgroups
     ) -> None:
         self.module, self.group, self.subgroups = module, group, subgroups
-        ranks, step = group.range, group.tensor
-        self.is_member = subgroups.rank in ranks
-        self.device = subgroups.device
-        self.heads = ranks[::step]
+        self.is_member, self.device = subgroups.rank in group.range, subgroups.device
+        self.heads = group.range[:: group.tensor]
         """First ranks of the replicas."""
-        replica = subgroups.of([ranks[first : first + step] for first in range(0, len(ranks), step)])
-        self.peers = subgroups.of([ranks[index::step] for index in range(step)])
-        """Ranks with the same part of every replica, if there are several and this is one of them."""
+        replica, self.peers = subgroups.of(group)
         self._call: nn.Module = module
         if replica is not None:
-            styles: dict[str, ParallelStyle] = {}
-            for pair in pairs:
-                if pair.degree >= step:
-                    styles |= {**dict.fromkeys(pair.columns, ColwiseParallel()), pair.row: RowwiseParallel()}
+            able = [pair for pair in pairs if pair.degree >= group.tensor]
+            styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for pair in able for name in pair.columns}
+            styles |= {pair.row: RowwiseParallel() for pair in able}
             mesh = DeviceMesh.from_group(replica, self.device.type)
             parallelize_module(module, mesh, styles, src_data_rank=None)
         elif group.is_sharded and self.peers is not None:
@@ -80,15 +85,14 @@ class DividedModule:
                 sharded.set_gradient_divide_factor(1.0)  # a sum, as of replicas
                 sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; the backward sums gradients over the replicas.
+    def compute(self, parameters: dict[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with some parameters in place of its own.
 
         Raises:
             DeploymentError: ranks of a replica would draw different random numbers.
         """
         before = random_states(self.device) if self.group.tensor > 1 else []
-        own = self.summed()
-        found = torch.func.functional_call(self._call, own, args, kwargs) if own else self._call(*args, **kwargs)
+        found = torch.func.functional_call(self._call, parameters, args, kwargs)
         if before and not all(map(torch.equal, before, random_states(self.device))):
             raise DeploymentError(
                 f"module {self.group.module!r} draws random numbers, which would differ among {self.group.tensor} "
@@ -97,26 +101,24 @@ class DividedModule:
         # The last layer may have left the sum of its parts under way: a copy of that waits.
         return map_tensors(lambda each: each if type(each) is torch.Tensor else each.clone(), found)
 
-    def summed(self) -> dict[str, torch.Tensor]:
-        """Return the parameters as tensors whose gradients are summed over the replicas; empty if none are."""
-        own = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-        if self.peers is None or self.group.is_sharded or not own or not torch.is_grad_enabled():
-            return {}
-        parts = [each.to_local() if isinstance(each, DTensor) else each for each in own.values()]
-        sums = _SumGradients.apply(self.peers, *parts)  # type: ignore[no-untyped-call]
-        return {
-            name: DTensor.from_local(part, each.device_mesh, each.placements) if isinstance(each, DTensor) else part
-            for (name, each), part in zip(own.items(), sums, strict=True)
-        }
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's samples."""
+        return part_of(whole, (self.subgroups.rank - self.group.first) // self.group.tensor, len(self.heads))
+
+    def share(self, whole: torch.Tensor, *, is_divided: bool = True) -> list[Any]:
+        """Begin to send each replica's samples of a contiguous tensor to all ranks, or else the sum over replicas."""
+        group, count = self.subgroups.everyone, len(self.heads)
+        if is_divided or count == 1:
+            parts = [(head, part_of(whole, index, count)) for index, head in enumerate(self.heads)]
+            return [dist.broadcast(part, group=group, group_src=head, async_op=True) for head, part in parts]
+        if self.subgroups.rank not in self.heads:
+            whole.zero_()
+        return [dist.all_reduce(whole, group=group, async_op=True)]
 
 
-class _Whole(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
+class _Whole(nn.Sequential):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        return self[0](*args, **kwargs)
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
@@ -126,29 +128,3 @@ def units_of(module: nn.Module) -> list[nn.Module]:
         is_layer = isinstance(module, nn.Sequential | nn.ModuleList) and not isinstance(each, nn.ModuleList)
         found += ([each] if any(True for _ in each.parameters()) else []) if is_layer else units_of(each)
     return found
-
-
-class _SumGradients(torch.autograd.Function):
-    """Parameters whose gradients are summed over a group."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
-        """Return the parameters."""
-        ctx.group = group
-        ctx.set_materialize_grads(False)  # parameters behind unused outputs have no gradient
-        return tuple(each.view_as(each) for each in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """Return the sums."""
-        found = list(grads)
-        there = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
-        for dtype in dict.fromkeys(grad.dtype for _, grad in there):
-            members = [(index, grad) for index, grad in there if grad.dtype == dtype]
-            flat = torch.cat([grad.reshape(-1) for _, grad in members])
-            dist.all_reduce(flat, group=ctx.group)
-            parts = torch.split(flat, [grad.numel() for _, grad in members])
-            for (index, grad), part in zip(members, parts, strict=True):
-                found[index] = part.view_as(grad)
-        return None, *found

@@ -10,7 +10,8 @@ Gradients are then those of the sum, unless code has a backward of its own that 
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,16 +26,13 @@ _Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any], Any]]]  # a
 
 def find_pairs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], most: int) -> tuple[LinearPair, ...]:
     """Return the pairs that up to `most` devices can divide; none if the module draws random numbers."""
-    calls: _Calls = {}
+    calls: _Calls = defaultdict(list)
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     before = random_states(device)
-    note: Any = lambda each, *call: calls.setdefault(each, []).append(call)  # noqa: E731
-    handles = [each.register_forward_hook(note, with_kwargs=True) for each in module.modules()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in module.modules():
+            stack.enter_context(each.register_forward_hook(lambda m, *call: calls[m].append(call), with_kwargs=True))
         module(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     if not all(map(torch.equal, before, random_states(device))):
         return ()
     owners = Counter(id(each) for own in module.modules() for each in own.parameters(recurse=False))
@@ -44,7 +42,7 @@ def find_pairs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         linears: dict[nn.Module, str] = {
             each: name
             for name, each in parent.named_children()
-            if type(each) is nn.Linear and len(calls.get(each, ())) == 1 and owners[id(each.weight)] == 1
+            if type(each) is nn.Linear and len(calls[each]) == 1 and owners[id(each.weight)] == 1
         }
         columns: list[str] = []
         for linear in filter(linears.__contains__, calls if parent in calls else ()):  # in the order of the calls
@@ -85,13 +83,11 @@ def _is_divisible(parent: nn.Module, calls: _Calls, columns: Sequence[str], row:
             sums[shares] = sums[shares] + output.detach()
             return torch.empty_like(fixed).copy_(fixed)
 
-        handle = last.register_forward_hook(replace)
         try:
-            seen.append(torch.func.functional_call(parent, own, args, kwargs))
+            with last.register_forward_hook(replace):
+                seen.append(torch.func.functional_call(parent, own, args, kwargs))
         except Exception:  # code that cannot run with a share of the layers, whatever it raises, is not divided
             return False
-        finally:
-            handle.remove()
     return are_equal(*sums.values()) and all(are_equal(seen[0], each) for each in seen[1:])
 
 

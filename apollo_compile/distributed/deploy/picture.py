@@ -1,7 +1,4 @@
-"""Deployments as pictures.
-
-render_svg(deployment) -> str    devices as rows, time from left to right, shares of units as heights
-"""
+"""Deployments as pictures: devices as rows, time from left to right, shares of units as heights."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from apollo_compile.units import format_ns
 
 WIDTH, LEFT, RIGHT, TOP = 960, 130, 36, 46
 ROW, GAP = 44, 6
-LETTER = 6.2
-"""Width of a letter, about."""
 OPACITY = {"forward": 1, "backward": 0.75, "sum": 0.4}
 
 
@@ -31,16 +26,25 @@ def render_svg(plan: Deployment) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + RIGHT} {bottom + 18}" '
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="{LEFT + WIDTH + RIGHT}" height="{bottom + 18}" fill="#ffffff"/>',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
     ]
     for index, row in enumerate(rows):
         top = TOP + index * (ROW + GAP)
         label = DeviceGroup(module="", first=row[0], devices=len(row), units=0)
         lines.append(f'<text x="{LEFT - 8}" y="{top + ROW / 2 + 4}" text-anchor="end">{label}</text>')
-        lines.append(f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{ROW}" fill="#eeeeee"/>')
-        for bar, offset, share in _side_by_side(plan, groups[row[0]]):
-            lines.append(_draw(plan, bar, top + ROW * offset, ROW * share, colors[bar.module]))
+        lines.append(f'<svg x="{LEFT}" y="{top}" width="{WIDTH}" height="{ROW}">')
+        lines.append('<rect width="100%" height="100%" fill="#eeeeee"/>')
+        for bar, below, share in _side_by_side(plan, groups[row[0]]):
+            length_ns, division = bar.end_ns - bar.start_ns, next(g.kind for g in plan.groups if g.module == bar.module)
+            x, width = bar.start_ns / plan.step_ns, length_ns / plan.step_ns
+            lines.append(  # an inner picture cuts a name that is longer
+                f'<svg x="{x:.2%}" y="{below:.2%}" width="{width:.2%}" height="{share:.2%}">'
+                f"<title>{escape(f'{bar.name}, {bar.kind}, {format_ns(length_ns)}{division}')}</title>"
+                f'<rect width="100%" height="100%" fill="{colors[bar.module]}" fill-opacity="{OPACITY[bar.kind]}" '
+                f'stroke="#ffffff" stroke-width="0.5"/><text x="3" y="50%" dy="4">{escape(bar.name)}</text></svg>'
+            )
+        lines.append("</svg>")
     for tick in range(5):
         x, time_ns = LEFT + WIDTH * tick / 4, plan.step_ns * tick / 4
         lines.append(f'<text x="{x:.0f}" y="{bottom}" text-anchor="middle" fill="#555555">{format_ns(time_ns)}</text>')
@@ -62,19 +66,3 @@ def _side_by_side(plan: Deployment, groups: Sequence[DeviceGroup]) -> Iterator[t
         placed.append((bar, offset))
         own, all_units = units[bar.module], plan.cluster.units
         yield bar, min(offset, all_units - own) / all_units, own / all_units
-
-
-def _draw(plan: Deployment, bar: WorkInterval, y: float, height: float, color: str) -> str:
-    x = LEFT + WIDTH * bar.start_ns / plan.step_ns
-    width = max(0.5, WIDTH * (bar.end_ns - bar.start_ns) / plan.step_ns)
-    division = next(group.kind for group in plan.groups if group.module == bar.module)
-    name = f"{bar.name}, {bar.kind}, {format_ns(bar.end_ns - bar.start_ns)}{division}"
-    text = ""
-    letters = int(width / LETTER)
-    if letters >= 4 and height >= 11:
-        label = bar.name if len(bar.name) <= letters else f"{bar.name[: letters - 1]}…"
-        text = f'<text x="{x + 3:.1f}" y="{y + height / 2 + 4:.1f}" font-size="11">{escape(label)}</text>'
-    return (
-        f'<g><title>{escape(name)}</title><rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'fill="{color}" fill-opacity="{OPACITY[bar.kind]}" stroke="#ffffff" stroke-width="0.5"/>{text}</g>'
-    )

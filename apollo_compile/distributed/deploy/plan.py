@@ -8,24 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from apollo_compile.distributed.deploy.apply import apply_deployment, full_state_dict
+from apollo_compile.distributed.deploy.divided import group_of
 from apollo_compile.distributed.deploy.picture import render_svg
 from apollo_compile.errors import DeploymentError, PlanFileError
 from apollo_compile.ir.text import format_count
-from apollo_compile.passes.deploy import REST, Deployment, deploy_on
+from apollo_compile.passes.deploy import REST, Deployment, DeviceGroup, deploy_on
 from apollo_compile.store.files import FileFormat
 from apollo_compile.units import format_bytes, format_ns
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 MUCH_REST = 0.3
 """Share of the step above which the text of a plan says that more modules should be placed."""
@@ -56,6 +55,7 @@ class DeploymentPlan:
         ]
         headers = ("module", "runs on", "units", "forward", "backward", "sum, update", "state")
         limit = "" if cluster.memory_bytes is None else f" of {format_bytes(cluster.memory_bytes)}"
+        step_ns = max(1, found.step_ns)
         lines = [
             f"deployment on {format_count(cluster.devices, 'device')} of {format_count(cluster.units, 'unit')}, "
             f"{'times measured' if cluster.is_measured else 'simulated'}: a step is predicted to take "
@@ -63,11 +63,10 @@ class DeploymentPlan:
             tabulate(rows, headers, colalign=("left", "left", *["right"] * 5), disable_numparse=True),
             f"most memory of a device: {format_bytes(max(found.memory_bytes))}{limit}",
         ]
-        for baseline in found.baselines:
-            ratio = baseline.step_ns / found.step_ns if found.step_ns else 1.0
-            memory = "" if baseline.keeps_memory else ", which exceeds the memory"
-            lines.append(f"{baseline.name}: {format_ns(baseline.step_ns)}, {ratio:.2f} times as long{memory}")
-        rest = sum(spent[REST, kind] for kind in kinds) / max(1, found.step_ns)
+        for each in found.baselines:
+            memory = "" if each.keeps_memory else ", which exceeds the memory"
+            lines.append(f"{each.name}: {format_ns(each.step_ns)}, {each.step_ns / step_ns:.2f} times as long{memory}")
+        rest = sum(spent[REST, kind] for kind in kinds) / step_ns
         if rest > MUCH_REST:
             lines.append(
                 f"{REST} takes {rest:.0%} of the step on every device: name modules that have this work, modules=[...]"
@@ -99,15 +98,14 @@ class DeploymentPlan:
             InfeasiblePlanError: a device would hold more than its memory.
         """
         found = self.deployment
-        if module not in {group.module for group in found.groups}:
-            names = ", ".join(group.module for group in found.groups)
-            raise DeploymentError(f"the plan has no module {module!r}; it has {names}")
-        own: dict[str, Any] = {"first": first, "devices": devices, "tensor": tensor, "is_sharded": is_sharded}
-        groups = [
-            replace(group, units=group.units if units is None else units, **own) if group.module == module else group
-            for group in found.groups
-        ]
-        return DeploymentPlan(deploy_on(found.work, found.cluster, groups, known=found))
+        groups = {group.module: group for group in found.groups}
+        if module not in groups:
+            raise DeploymentError(f"the plan has no module {module!r}; it has {', '.join(groups)}")
+        own = groups[module].units if units is None else units
+        groups[module] = DeviceGroup(
+            module=module, first=first, devices=devices, units=own, tensor=tensor, is_sharded=is_sharded
+        )
+        return DeploymentPlan(deploy_on(found.work, found.cluster, tuple(groups.values()), known=found))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans give equal bytes. Raises `OSError` if that fails."""
@@ -132,19 +130,19 @@ class DeploymentPlan:
 
     def diff(self, other: DeploymentPlan) -> str:
         """Return what differs in another plan: groups, step and memory."""
-        one, two = self.deployment, other.deployment
+        plans = (self.deployment, other.deployment)
         old, new = (
             {group.module: f"{group} with {format_count(group.units, 'unit')}" for group in plan.groups}
-            for plan in (one, two)
+            for plan in plans
         )
         lines = [
             f"{name}: {old.get(name, 'nowhere')} -> {new.get(name, 'nowhere')}"
             for name in {**old, **new}
             if old.get(name) != new.get(name)
         ] or ["the same groups"]
-        memory = (format_bytes(max(plan.memory_bytes)) for plan in (one, two))
-        lines.append(f"step: {format_ns(one.step_ns)} -> {format_ns(two.step_ns)}")
-        return "\n".join([*lines, f"most memory of a device: {' -> '.join(memory)}"])
+        lines.append("step: " + " -> ".join(format_ns(plan.step_ns) for plan in plans))
+        lines.append("most memory of a device: " + " -> ".join(format_bytes(max(plan.memory_bytes)) for plan in plans))
+        return "\n".join(lines)
 
     def to_svg(self) -> str:
         """Return a picture of the predicted step: devices as rows, time from left to right."""
@@ -166,15 +164,10 @@ class DeploymentPlan:
         Raises:
             DeploymentError: the plan is for another model or number of devices.
         """
-        from apollo_compile.distributed.deploy.apply import apply_deployment
-        from apollo_compile.distributed.deploy.divided import group_of
-
         return apply_deployment(self.deployment, model, group_of(mesh), options)
 
     def full_state_dict(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters and buffers of all modules of a model that runs as planned; all ranks call it."""
-        from apollo_compile.distributed.deploy.apply import full_state_dict
-
         return full_state_dict(model)
 
 

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apollo_compile.cost_model.collectives import GLOO, Link, all_reduce_seconds, bucket_bytes, reduce_scatter_seconds
 from apollo_compile.distributed.agreement import Agreement
-from apollo_compile.distributed.link import measure_link
+from apollo_compile.distributed.link import measure_link, sum_as_one
 from apollo_compile.distributed.ranks import Ranks, find_ranks
 from apollo_compile.errors import TargetError, UnsupportedGraphError
 from apollo_compile.ir import SegmentGraph
@@ -172,10 +172,7 @@ class DataParallel:
 
     def _average(self, bucket: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the means of gradients, which share memory."""
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._group.size())
-        dist.all_reduce(flat, group=self._group)
-        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-        return [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+        return sum_as_one(gradients, self._group, divided_by=self._group.size())
 
     def predict(self, order: Sequence[torch.Tensor]) -> Averages:
         """Return buckets that this rank would propose, with an assumed link; nothing is sent.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apollo_compile.distributed.deploy.arriving import arrived, arriving
+from apollo_compile.distributed.deploy.arriving import Arriving, arrived
 
 
 def test_shape_and_type_are_known_before_values_are_waited_for() -> None:
@@ -12,7 +12,7 @@ def test_shape_and_type_are_known_before_values_are_waited_for() -> None:
     waits: list[str] = []
     plain = torch.randn(3, 4)
     like = torch.empty(3, 4, device="meta", requires_grad=True)
-    found = arriving(like, [lambda: waits.append("waited")], plain)
+    found = Arriving(like, [lambda: waits.append("waited")], plain)
     assert (found.shape, found.size(1), found.dim(), found.ndim, len(found)) == ((3, 4), 4, 2, 2, 3)
     assert (found.numel(), found.dtype, found.requires_grad) == (12, torch.float32, True)
     assert not waits
@@ -30,6 +30,6 @@ def test_a_tensor_that_a_wait_makes_is_there_after_it() -> None:
         order.append("begun")
 
     order: list[str] = []
-    found = arriving(torch.empty(2, device="meta"), [begin])
+    found = Arriving(torch.empty(2, device="meta"), [begin])
     assert torch.equal(found + found, torch.full((2,), 2.0))
     assert order == ["begun", "sent"]

@@ -171,11 +171,11 @@ def test_the_picture_has_a_row_per_kind_of_device_and_all_bars(plan: DeploymentP
     labels = [each.text for each in root.iter(f"{space}text")]
     assert "devices 0 to 1" in labels and "devices 2 to 3" in labels
     boxes: dict[str, list[ET.Element]] = {}
-    for group in root.iter(f"{space}g"):
-        title, box = group.find(f"{space}title"), group.find(f"{space}rect")
-        boxes.setdefault(str(title.text), []).append(box)
+    for box in root.iter(f"{space}svg"):
+        for title in box.findall(f"{space}title"):
+            boxes.setdefault(str(title.text), []).append(box)
     assert len(boxes["a <reader>, forward, 250.0 us"]) == 2  # on both rows
     text, audio = (boxes[f"{name}, forward, 4.00 ms"][0] for name in ("text", "audio"))
-    assert text.get("x") == audio.get("x") and text.get("height") == audio.get("height") == "22.0"
-    assert abs(float(text.get("y", "")) - float(audio.get("y", ""))) == 22
+    assert text.get("x") == audio.get("x") and text.get("height") == audio.get("height") == "50.00%"
+    assert {text.get("y"), audio.get("y")} == {"0.00%", "50.00%"}
     assert len(boxes) == len(plan.deployment.bars)
