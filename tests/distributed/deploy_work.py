@@ -20,7 +20,7 @@ from apollo_compile.errors import ApolloError
 from benchmarks.workloads import build
 
 SIZE, STEPS, BATCH, WIDTH = 2, 10, 8, 16
-PATIENCE = datetime.timedelta(seconds=6000)
+PATIENCE = datetime.timedelta(seconds=120)
 Batch = Mapping[str, torch.Tensor]
 
 

@@ -43,7 +43,7 @@ LEARNING_RATE = 3.0
 """For losses as small as those of the models here; a hundred steps do not learn everything."""
 WIDTH = 256
 """Of layers that are worth a lane; how long they compile does not depend on it."""
-PATIENCE = datetime.timedelta(seconds=6000)
+PATIENCE = datetime.timedelta(seconds=600)
 """After which a rank that waits for another one fails; compiling on a busy machine takes most of it."""
 
 LANES = {
