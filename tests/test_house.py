@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import importlib
 import re
 import subprocess
@@ -111,6 +112,14 @@ def test_no_two_folders_import_each_other() -> None:
         if name in files and PACKAGE not in (path.parent, files[name].parent)
     }
     assert not {(own, other) for own, other in imports if own != other and (other, own) in imports}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """With late imports, and those for type checking; what the package itself exports is for users."""
+    files = {name_of(path): path for path in FILES}
+    names = files.keys() - {"apollo_compile"}
+    graph = {name: names.intersection(imported(tree_of(path))) - {name} for name, path in files.items()}
+    assert list(graphlib.TopologicalSorter(graph).static_order())[-1] in files  # or an error that names a circle
 
 
 def test_importing_the_package_imports_neither_torch_nor_ortools() -> None:
@@ -342,7 +351,7 @@ BUDGETS = {
 
 SEVERAL_DEVICES = (
     *("cluster", "distributed/deploy", "distributed/link.py", "passes/deploy.py"),
-    *("planner/placement.py", "planner/placement_model.py"),
+    *("planner/fleet.py", "planner/placement.py", "planner/placement_model.py"),
     *("cost_model/cells.py", "cost_model/collectives.py", "tools/cluster.py", "tools/estimate.py"),
     *(
         "tools/model_times.py",
@@ -353,7 +362,7 @@ SEVERAL_DEVICES = (
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_950, 5_600
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_960, 5_600
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 

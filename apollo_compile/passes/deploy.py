@@ -32,7 +32,7 @@ from typing import Any
 from apollo_compile.cost_model.collectives import Link, all_reduce_seconds, send_seconds
 from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.planner.apart import place_apart
-from apollo_compile.planner.placement import (
+from apollo_compile.planner.fleet import (
     Arc,
     Choice,
     Fleet,

@@ -43,7 +43,8 @@ from typing import Any
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.placement import Choice, Fleet, PlacementSolution, place, violations
+from apollo_compile.planner.fleet import Choice, Fleet, violations
+from apollo_compile.planner.placement import PlacementSolution, place
 from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import execute
 from apollo_compile.planner.solve import Effort, Solution, solve

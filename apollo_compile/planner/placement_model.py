@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.planner.placement import Choice, Fleet, FleetPlacement, groups_of
+from apollo_compile.planner.fleet import Choice, Fleet, FleetPlacement, groups_of
 
 MOST_TICKS = 50_000
 """Ticks of the longest schedule that is searched for."""

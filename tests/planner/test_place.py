@@ -13,7 +13,7 @@ import pytest
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import placement_model
 from apollo_compile.planner.apart import place_apart
-from apollo_compile.planner.placement import (
+from apollo_compile.planner.fleet import (
     Arc,
     Choice,
     Fleet,
@@ -24,9 +24,9 @@ from apollo_compile.planner.placement import (
     fits,
     groups_of,
     memory_of,
-    place,
     violations,
 )
+from apollo_compile.planner.placement import place
 
 
 def random_fleet(seed: int, *, memory: bool = False) -> Fleet:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from apollo_compile.device.gpu.run.gpu import BodyFunction, Recording, Sharing
-from apollo_compile.device.gpu.run.memory import LiveCaptures
+from apollo_compile.device.gpu.run.live_captures import LiveCaptures
 from apollo_compile.ir import Lane
 from tests.device.gpu.arena import Arena, Block, Pool, aliases, at_address, poison
 

@@ -9,7 +9,8 @@
     in_place.py       the inputs of a program that a capture uses in place
     copies.py         copies of tensors that keep their layouts, and the memory that they share
     torch_capture.py  captures with torch's own class, and cleans up after a capture that failed
-    memory.py         the CUDA graphs that are alive: those of a model, and those of a device
+    memory.py         the memory that the CUDA graphs of a model share
+    live_captures.py  the CUDA graphs of a device that are alive
     measure.py        times every body on every quota
 
 Note [who owns a buffer]: torch's allocator reuses the memory of a freed tensor at once, in host order, for later

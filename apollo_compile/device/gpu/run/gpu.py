@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from apollo_compile import _native
-from apollo_compile.device.gpu.run.memory import LiveCaptures
+from apollo_compile.device.gpu.run.live_captures import LiveCaptures
 from apollo_compile.device.gpu.run.torch_capture import TorchRecording, alias_tensors, capture_with_torch
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane

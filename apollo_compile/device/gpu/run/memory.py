@@ -1,22 +1,13 @@
-"""CUDA graphs that are alive, with their memory: those of a model, and those of a device.
-
-ModelMemory     memory that the graphs of one model share; its release drops their CUDA graphs
-LiveCaptures    all CUDA graphs on a device; its release drops them, and `turn_off` ends captures for good
-"""
+"""The memory that the CUDA graphs of one model share, and which of them are alive; its release drops them."""
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from apollo_compile.device.gpu.run.captured import Captured
+from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
 from apollo_compile.ir import Role
-
-if TYPE_CHECKING:
-    from apollo_compile.device.gpu.run.captured import Captured
-    from apollo_compile.device.gpu.run.gpu import Gpu, Recording, Stream
 
 _logger = logging.getLogger(__name__)
 
@@ -118,33 +109,3 @@ class ModelMemory:
     def _forget_pool(self) -> None:
         self._contents = None
         self._handed_out.clear()
-
-
-class LiveCaptures:
-    """The CUDA graphs on one device, of all models; guarded by `Gpu.launch_lock`."""
-
-    def __init__(self) -> None:
-        self.why_off: str | None = None
-        """Why nothing is captured on the device for the rest of the process; None while captures work."""
-        self._captures: weakref.WeakSet[Captured] = weakref.WeakSet()
-
-    def __iter__(self) -> Iterator[Captured]:
-        return (each for each in list(self._captures) if each.is_live)
-
-    def add(self, captured: Captured) -> None:
-        """Remember a CUDA graph, for as long as somebody else refers to it."""
-        self._captures.add(captured)
-
-    def release(self) -> bool:
-        """Release every CUDA graph with its memory, and return whether there was any."""
-        found = list(self)
-        for captured in found:
-            captured.release()
-        return bool(found)
-
-    def turn_off(self, reason: str) -> None:
-        """Release everything, and capture nothing on the device for the rest of the process; log one warning."""
-        self.release()
-        if self.why_off is None:
-            self.why_off = reason
-            _logger.warning("lanes are off for the rest of this process: %s", reason)

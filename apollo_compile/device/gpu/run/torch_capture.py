@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from apollo_compile.device.gpu.run.memory import LiveCaptures
+from apollo_compile.device.gpu.run.live_captures import LiveCaptures
 from apollo_compile.torch_bridge.cuda_private import (
     RECOVERS_FROM_CAPTURES,
     allocating_from,
@@ -26,8 +26,7 @@ from apollo_compile.torch_bridge.cuda_private import (
     release_pool,
 )
 
-if TYPE_CHECKING:
-    from apollo_compile.device.gpu.run.gpu import Stream
+Stream = torch.cuda.Stream
 
 
 class TorchRecording:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from apollo_compile.device.gpu.run import torch_capture
-from apollo_compile.device.gpu.run.memory import LiveCaptures
+from apollo_compile.device.gpu.run.live_captures import LiveCaptures
 from apollo_compile.torch_bridge import cuda_private
 
 DEVICE = torch.device("cuda", 0)
