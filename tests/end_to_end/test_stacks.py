@@ -129,7 +129,8 @@ def test_a_recipe_has_the_losses_of_eager(
     own = run(name, compiling, folder / "apollo", monkeypatch)
     assert any(id(model) not in known for model in registry.compiled_models())
     assert own["losses"] == pytest.approx(expected, rel=1e-2 if name == "loop" else 1e-4)  # the loop uses bfloat16
-    assert len(expected) > 1 and all(math.isfinite(loss) and loss != 0 for loss in expected)
+    assert len(expected) > 1 and all(map(math.isfinite, expected))
+    assert expected.count(0.0) < len(expected) / 2  # SAC's temperature has none in its first step
 
 
 @pytest.mark.slow
