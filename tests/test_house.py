@@ -334,7 +334,7 @@ BUDGETS = {
     "cluster": 1_400,
     "cost_model": 800,
     "device": 5_100,
-    "distributed": 4_870,
+    "distributed": 4_880,
     "distributed/deploy": 1_340,
     "ir": 1_800,
     "operators": 1_250,
@@ -345,7 +345,7 @@ BUDGETS = {
     "store": 850,
     "target": 700,
     "tools": 3_500,
-    "torch_bridge": 5_525,
+    "torch_bridge": 5_600,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
@@ -357,12 +357,13 @@ SEVERAL_DEVICES = (
         "tools/model_times.py",
         "session/step/collectives.py",
         "torch_bridge/data_parallel.py",
+        "torch_bridge/nested_backward.py",
         "torch_bridge/sharded.py",
     ),
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_960, 5_600
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 36_980, 5_680
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from apollo_compile.distributed.link import sum_as_one, tell
+from apollo_compile.distributed.link import sum_gradients, tell
 from apollo_compile.distributed.measured_plan import MeasuredPlan
 from apollo_compile.distributed.pipeline.durations import (
     GUESS_NS,
@@ -335,15 +335,10 @@ def _reduce(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]], group: di
     by_type: dict[torch.dtype, list[tuple[nn.Parameter, torch.Tensor | None]]] = {}
     for parameter, before in pairs:
         by_type.setdefault(parameter.dtype, []).append((parameter, before))
-    for dtype, same in by_type.items():
-        is_there = torch.tensor([p.grad is not None for p, _ in same], dtype=dtype, device=same[0][0].device)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p, _ in same]
-        counts, *parts = sum_as_one([is_there, *grads], group)
-        for (parameter, before), count, part in zip(same, counts.tolist(), parts, strict=True):
-            if count == 0:  # no rank used the parameter
-                parameter.grad = before
-            else:
-                parameter.grad = part.clone() if before is None else before + part
+    for same in by_type.values():
+        sums = sum_gradients([parameter.grad for parameter, _ in same], [parameter for parameter, _ in same], group)
+        for (parameter, before), own in zip(same, sums, strict=True):
+            parameter.grad = own if before is None else before if own is None else before + own
 
 
 def _restore(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
@@ -424,7 +419,7 @@ def fill_bubbles(
     if wanted:
         plan = replace(plan, prediction=None)
     own_group = _make_group(facts) if group is None else group
-    plan, wanted = tell((plan, wanted), own_group)
+    plan, wanted = tell(lambda: (plan, wanted), own_group)
     measured = None
     if wanted:
         measured = MeasuredPlan(

@@ -2,7 +2,8 @@
 
 measure_link(collective, rounds, group, device) -> Link
 sum_as_one(tensors, group) -> list[Tensor]                  sums over ranks, in one message
-tell(value, group) -> Any                                   the value of one rank on all ranks
+sum_gradients(gradients, like, group) -> list[Tensor | None]     the same, where some ranks have none
+tell(make, group) -> Any                                    what one rank makes, on all ranks
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from apollo_compile.cost_model.collectives import Link
+from apollo_compile.errors import ApolloError
 
 BYTES = 1 << 22
 """Size of the larger message; the smaller one has an element per rank."""
@@ -60,8 +63,27 @@ def sum_as_one(
     return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
-def tell(value: Any, group: dist.ProcessGroup | None, *, source: int = 0) -> Any:
-    """Return the value that one rank of a group has, on all ranks; they call it alike."""
-    told = [value]
+def sum_gradients(
+    gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> list[torch.Tensor | None]:
+    """Return the sums over ranks of gradients of some tensors of one type, in place; None where no rank has one."""
+    whole = [torch.zeros_like(own) if each is None else each for each, own in zip(gradients, like, strict=True)]
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in whole]
+    is_there = torch.tensor([each is not None for each in gradients], dtype=parts[0].dtype, device=parts[0].device)
+    counts, *sums = sum_as_one([is_there, *parts], group)
+    torch._foreach_copy_(parts, sums)
+    return [each if count else None for each, count in zip(whole, counts.tolist(), strict=True)]
+
+
+def tell(make: Callable[[], Any], group: dist.ProcessGroup | None, *, source: int = 0) -> Any:
+    """Return on all ranks what a function returns on one of them, or raise its `ApolloError`; all ranks call it."""
+    told: list[Any] = [None]
+    if dist.get_rank(group) == source:
+        try:
+            told = [make()]
+        except ApolloError as error:
+            told = [error]
     dist.broadcast_object_list(told, group=group, group_src=source)
+    if isinstance(told[0], ApolloError):
+        raise told[0]
     return told[0]

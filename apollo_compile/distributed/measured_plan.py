@@ -77,7 +77,7 @@ class MeasuredPlan:
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         everyone: list[dict[Piece, list[int]] | None] = [None] * size
         dist.gather_object(samples, everyone if rank == 0 else None, group=self._group, group_dst=0)
-        plan: StepPlan | None = tell(self._plan(everyone) if rank == 0 else None, self._group)
+        plan: StepPlan | None = tell(lambda: self._plan(everyone), self._group)
         return plan
 
     def _plan(self, by_rank: Sequence[dict[Piece, list[int]] | None]) -> StepPlan | None:

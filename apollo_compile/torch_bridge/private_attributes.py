@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,11 @@ def is_compiled_module(model: object) -> bool:
 def times_written(tensor: torch.Tensor) -> int:
     """Return how often a tensor has been written to, as autograd counts it; 0 for one that has no count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def reaches(ctx: Any) -> bool:
+    """Return whether the backward that runs on this thread gets to the first input of a function; of `ctx`."""
+    return torch._C._will_engine_execute_node(ctx.next_functions[0][0])
 
 
 def keeps_graph() -> bool:

@@ -38,3 +38,15 @@ def flatten(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]], Any]]:
     """Return the leaves of a tree, its structure as a text, and a function that builds the tree from other leaves."""
     leaves, structure = pytree.tree_flatten(tree)
     return leaves, str(structure), lambda others: pytree.tree_unflatten(list(others), structure)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether tensors of two trees are equal but for the order of sums."""
+    pairs = [leaves_of(tree, torch.Tensor) for tree in (one, other)]
+    return len(pairs[0]) == len(pairs[1]) and all(
+        a.shape == b.shape
+        and torch.allclose(a, b, rtol=0, atol=torch.finfo(a.dtype).eps ** 0.5 * max(1e-30, b.abs().max().item()))
+        if a.is_floating_point()
+        else torch.equal(a, b)
+        for a, b in zip(*pairs, strict=True)
+    )

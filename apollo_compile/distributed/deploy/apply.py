@@ -17,10 +17,10 @@ Note [Held calls]
     In the model's forward, calls of placed modules are held back until code between the modules uses one of their
     outputs. Then all held calls begin, level by level: first those that read no output of another. So a rank computes
     its modules before it waits for those of others, in whatever order the code calls them. The first call with inputs
-    of a shape begins at once, since its outputs are not known before. Where a plan gives modules shares of a device's
-    units, the calls of a level that a rank computes are one graph for `torch.compile(backend="apollo")`, whose plan
-    runs them side by side; calls with outputs that got no gradient are left out, since a graph would give zeros to
-    parameters behind them.
+    of a shape begins at once, since its outputs are not known before, and so do calls where code turns gradients off or
+    on: it may be a function with a backward of its own, as of a checkpoint. Where a plan gives modules shares of a
+    device, the calls of a level that a rank computes are one graph for `torch.compile(backend="apollo")`, whose plan
+    runs them side by side, but for those with unused outputs: a graph gives zeros to parameters behind these.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from torch.distributed.tensor import DTensor
 
 from apollo_compile.distributed.deploy.arriving import Arriving, arrived
 from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, map_samples
-from apollo_compile.distributed.link import sum_as_one, tell
+from apollo_compile.distributed.link import sum_gradients, tell
 from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import REST, Deployment
 from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.nested_backward import run_nested
 from apollo_compile.torch_bridge.private_attributes import keeps_graph, times_written
 from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_tensors
 
@@ -84,7 +85,8 @@ class _Call:
             if not (tensor.requires_grad and torch.is_grad_enabled()):
                 return tensor
             copy = tensor.detach() if placed.is_member else torch.empty_like(tensor, device="meta")
-            found.append((placed, samples, tensor, copy.requires_grad_()))
+            copy = nn.Parameter(copy) if samples is None else copy.requires_grad_()
+            found.append((placed, samples, tensor, copy))
             return copy
 
         inputs = arrived(self.inputs, waits=placed.is_member)  # others do not wait
@@ -125,7 +127,9 @@ class HeldCalls:
         compile_graph = functools.partial(compile_apart, backend="apollo", dynamic=False, options=dict(options or {}))
         self._compile = functools.cache(lambda placed: compile_graph(_Together(placed)))
         self._may_join = options is not None
-        self._is_computing = self._is_open = False
+        self._is_computing = False
+        self._has_gradients: bool | None = None
+        """Whether the model's forward has gradients, while it runs."""
         self._calls: list[_Call] = []
         self._outputs: dict[Any, Any] = {}
         """Outputs by key of a call, with tensors on the device "meta"."""
@@ -134,13 +138,13 @@ class HeldCalls:
 
     def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, in which calls are held back; elsewhere each begins at once."""
-        self._is_open = True
+        self._has_gradients = torch.is_grad_enabled()
         try:
             found = original(*args, **kwargs)
             self.begin()
             return arrived(found)
         finally:
-            self._is_open = False
+            self._has_gradients = None
             self._calls.clear()
 
     def call(self, placed: DividedModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +152,8 @@ class HeldCalls:
         if self._is_computing:
             return original(*args, **kwargs)
         call = _call_of(placed, args, kwargs)
-        is_held = self._is_open and call.key in self._outputs
+        is_open = self._has_gradients is torch.is_grad_enabled()
+        is_held = is_open and call.key in self._outputs
         if not is_held or (self._calls and call.settings != self._calls[0].settings):
             self.begin()
         if is_held:
@@ -156,7 +161,7 @@ class HeldCalls:
             self._calls.append(call)
         else:
             self._run([call])
-        return call.output
+        return call.output if is_open else arrived(call.output)
 
     def begin(self) -> None:
         """Begin the calls that were held back, level by level."""
@@ -204,13 +209,19 @@ class HeldCalls:
 
     def _learn(self, call: _Call, made: Any) -> None:
         """Let all ranks know the outputs of such calls: the first rank of the group tells the others."""
+        ranks, group = call.placed.subgroups, call.placed.group
 
         def outline(tensor: torch.Tensor) -> torch.Tensor:
-            shape = (call.samples, *tensor.shape[1:]) if call.placed.group.replicas > 1 else tensor.shape
+            shape, count = tuple(tensor.shape), call.samples // group.replicas
+            if group.replicas > 1 and shape[:1] != (count,):
+                raise DeploymentError(
+                    f"module {group.module!r} returned a tensor of shape {shape} for {count} samples: expected {count} "
+                    "as its first size; move the module to one device"
+                )
+            shape = (call.samples, *shape[1:]) if group.replicas > 1 else shape
             return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
-        ranks, first = call.placed.subgroups, call.placed.group.first
-        outputs = tell(map_tensors(outline, made) if ranks.rank == first else None, ranks.everyone, source=first)
+        outputs = tell(lambda: map_tensors(outline, made), ranks.everyone, source=group.first)
         self._outputs[call.key] = outputs
         if not any(each.requires_grad for each in leaves_of(outputs, torch.Tensor)):
             self._used.add(call.key)
@@ -253,7 +264,9 @@ class _Node(torch.autograd.Function):
         """Return tensors for the whole outputs, with this rank's values in place; sent are calls, outputs, values."""
         ctx.used, ctx.leaves = used, [(placed, samples) for placed, samples, _, _ in leaves]
         ctx.sent = [(call.placed, call.key, output.requires_grad) for call, output, _ in sent]
-        ctx.save_for_backward(*(copy for *_, copy in leaves), *(value for *_, value in sent))
+        ctx.copies = [(tensor, copy) for _, samples, tensor, copy in leaves if samples is None]
+        ctx.inner = [copy for *_, copy in leaves], [value for *_, value in sent]
+        ctx.save_for_backward(begin)  # for torch's error when it is freed; hooks may pack and copy what is saved
         ctx.set_materialize_grads(False)  # parameters behind unused outputs have no gradient
         found = [torch.empty(output.shape, dtype=output.dtype, device=begin.device) for _, output, _ in sent]
         for whole, (call, _, value) in zip(found, sent, strict=True):
@@ -266,31 +279,33 @@ class _Node(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         """Return the gradients of inputs and parameters, after the backward of this rank's samples."""
-        inner, values = ctx.saved_tensors[: len(ctx.leaves)], ctx.saved_tensors[len(ctx.leaves) :]
-        own, given, unused = list[torch.Tensor](), list[torch.Tensor](), set[Any]()
+        _ = ctx.saved_tensors  # an error if the graph was freed; a checkpoint computes again here, on all ranks
+        inner, values = ctx.inner
+        own, unused = list[tuple[torch.Tensor, torch.Tensor]](), set[Any]()
         for value, grad, (placed, key, requires_grad) in zip(values, grads, ctx.sent, strict=True):
             if grad is None and requires_grad:
                 unused.add(key)
             elif grad is not None and value is not None:
-                own.append(value)
-                given.append(placed.part(grad))
+                own.append((value, placed.part(grad)))
         ctx.used |= {key for _, key, _ in ctx.sent} - unused
-        if own:
-            torch.autograd.backward(own, given, retain_graph=keeps_graph())
-        found, works, sums = [], list[Any](), defaultdict[Any, list[torch.Tensor]](list)
-        for leaf, (placed, samples) in zip(inner, ctx.leaves, strict=True):
+        run_nested(ctx, own, inner, ctx.copies)
+        if not keeps_graph():
+            del ctx.inner
+        found, works, sums = dict[int, Any](), list[Any](), defaultdict[Any, list[int]](list)
+        for number, (leaf, (placed, samples)) in enumerate(zip(inner, ctx.leaves, strict=True)):
             grad, leaf.grad = leaf.grad, None
             if samples is not None:
                 grad = torch.zeros_like(leaf, device=placed.device) if grad is None else grad.contiguous()
                 works += placed.share(grad, is_divided=grad.shape[:1] == (samples,))
-            elif grad is not None and placed.peers is not None:
-                sums[placed.peers, grad.dtype].append(grad.to_local() if isinstance(grad, DTensor) else grad)
-            found.append(grad)
-        for (peers, _), parts in sums.items():
-            torch._foreach_copy_(parts, sum_as_one(parts, peers))
+            elif placed.peers is not None:
+                sums[placed.peers, leaf.dtype].append(number)
+            found[number] = grad
+        for (peers, _), same in sums.items():
+            totals = sum_gradients([found[each] for each in same], [inner[each] for each in same], peers)
+            found.update(zip(same, totals, strict=True))
         for work in works:
             work.wait()
-        return None, None, None, None, *found
+        return None, None, None, None, *found.values()
 
 
 _placed: weakref.WeakKeyDictionary[nn.Module, list[DividedModule]] = weakref.WeakKeyDictionary()

@@ -33,12 +33,13 @@ from torch.distributed.tensor import DTensor
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.arriving import Arriving, arrived
 from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, group_of, map_samples, part_of, units_of
-from apollo_compile.distributed.deploy.pairs import are_equal, find_pairs
+from apollo_compile.distributed.deploy.pairs import find_pairs
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.distributed.link import measure_link, tell
-from apollo_compile.errors import ApolloError, DeploymentError
+from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import (
     REST,
+    Deployment,
     DeviceGroup,
     Division,
     EqualDevices,
@@ -51,7 +52,7 @@ from apollo_compile.passes.deploy import (
     plan_deployment,
 )
 from apollo_compile.torch_bridge.stopwatch import Stopwatch
-from apollo_compile.torch_bridge.trees import leaves_of, map_tensors
+from apollo_compile.torch_bridge.trees import are_equal, leaves_of, map_tensors
 
 _logger = logging.getLogger(__name__)
 
@@ -109,17 +110,12 @@ def deploy(
         cluster = EqualDevices(devices=size, units=units, memory_bytes=memory, link=link, is_measured=group is not None)
         pieces = pieces_of(trace, cluster, None if group is None else Subgroups(group, device), optimizer_states)
         times = measure(pieces, group, device)
-        plan: Any = None
-        if group is None or dist.get_rank(group) == 0:
-            try:
-                work = work_of(trace, pieces, times, cluster, optimizer_states, modules)
-                plan = plan_deployment(work, cluster, seconds=seconds)
-            except ApolloError as error:
-                plan = error
-    plan = plan if group is None else tell(plan, group)
-    if isinstance(plan, ApolloError):
-        raise plan
-    return DeploymentPlan(plan)
+
+        def make_plan() -> Deployment:
+            work = work_of(trace, pieces, times, cluster, optimizer_states, modules)
+            return plan_deployment(work, cluster, seconds=seconds)
+
+        return DeploymentPlan(make_plan() if group is None else tell(make_plan, group))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from apollo_compile.distributed.deploy.pairs import random_states
 from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import DeviceGroup, LinearPair
+from apollo_compile.torch_bridge.nested_backward import call_with_copies
 from apollo_compile.torch_bridge.trees import map_tensors
 
 
@@ -92,7 +93,7 @@ class DividedModule:
             DeploymentError: ranks of a replica would draw different random numbers.
         """
         before = random_states(self.device) if self.group.tensor > 1 else []
-        found = torch.func.functional_call(self._call, parameters, args, kwargs)
+        found = call_with_copies(self._call, parameters, args, kwargs)
         if before and not all(map(torch.equal, before, random_states(self.device))):
             raise DeploymentError(
                 f"module {self.group.module!r} draws random numbers, which would differ among {self.group.tensor} "

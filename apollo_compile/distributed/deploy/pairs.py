@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from apollo_compile.passes.deploy import LinearPair
-from apollo_compile.torch_bridge.trees import leaves_of
+from apollo_compile.torch_bridge.trees import are_equal
 
 _Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any], Any]]]  # arguments and output of every call
 
@@ -89,15 +89,3 @@ def _is_divisible(parent: nn.Module, calls: _Calls, columns: Sequence[str], row:
         except Exception:  # code that cannot run with a share of the layers, whatever it raises, is not divided
             return False
     return are_equal(*sums.values()) and all(are_equal(seen[0], each) for each in seen[1:])
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Return whether tensors of two trees are equal but for the order of sums."""
-    pairs = [leaves_of(tree, torch.Tensor) for tree in (one, other)]
-    return len(pairs[0]) == len(pairs[1]) and all(
-        a.shape == b.shape
-        and torch.allclose(a, b, rtol=0, atol=torch.finfo(a.dtype).eps ** 0.5 * max(1e-30, b.abs().max().item()))
-        if a.is_floating_point()
-        else torch.equal(a, b)
-        for a, b in zip(*pairs, strict=True)
-    )
