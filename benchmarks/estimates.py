@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     link = Link(*measure(LINK, args.size, args.batch, 2, cores // 2))
     rows = []
     for name in args.workloads.split(","):
-        apollo(["calibrate"])
+        if code := apollo(["calibrate"]):  # it says why
+            return code
         discover_profile.cache_clear()
         workload = build(name, args.size, batch=args.batch)
         target = ModelCall(name=name, model=workload.model, args=(), kwargs=workload.inputs, loss=workload.loss)

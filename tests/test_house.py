@@ -357,7 +357,7 @@ SEVERAL_DEVICES = (
         "tools/model_times.py",
         "session/step/collectives.py",
         "torch_bridge/data_parallel.py",
-        "torch_bridge/nested_backward.py",
+        "torch_bridge/nested_graph.py",
         "torch_bridge/sharded.py",
     ),
 )

@@ -386,9 +386,8 @@ def _waves(work: StepWork, fleet: Fleet) -> tuple[tuple[Choice, ...], Fleet]:
     least = [min(mode.devices for mode in modes) for modes in fleet.modules]
     found: dict[int, Choice] = {}
     for level in sorted(set(levels)):
-        left = sorted(
-            {task.module for task, at in zip(fleet.tasks, levels, strict=False) if at == level} - found.keys()
-        )
+        modules = {task.module for task, own in zip(fleet.tasks, levels, strict=False) if own == level}
+        left = sorted(modules - found.keys())
         while left:  # as many as there are devices for
             count = bisect.bisect(list(itertools.accumulate(least[module] for module in left)), fleet.devices)
             found |= _wave(fleet, left[:count])

@@ -34,7 +34,7 @@ def times_written(tensor: torch.Tensor) -> int:
 
 
 def reaches(ctx: Any) -> bool:
-    """Return whether the backward that runs on this thread gets to the first input of a function; of `ctx`."""
+    """Return whether the backward that runs on this thread computes the gradient of the first input of a function."""
     return torch._C._will_engine_execute_node(ctx.next_functions[0][0])
 
 

@@ -6,16 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-torch = pytest.importorskip("torch")
-
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from apollo_compile.config import load_config  # noqa: E402
-from apollo_compile.device.cpu.execute import available_units  # noqa: E402
-from apollo_compile.device.open import reason_without_lanes, select_profile  # noqa: E402
-from apollo_compile.errors import ConfigError  # noqa: E402
-from apollo_compile.store.profiles import default_profile, save_profile  # noqa: E402
+from apollo_compile.config import load_config
+from apollo_compile.device.cpu.execute import available_units
+from apollo_compile.device.open import reason_without_lanes, select_profile
+from apollo_compile.errors import ConfigError
+from apollo_compile.store.profiles import default_profile, save_profile
 
 CPU = torch.device("cpu")
 
@@ -53,7 +51,7 @@ def test_a_profile_is_limited_to_the_units_that_were_asked_for(tmp_path: Path) -
     ("name", "problem"), [("large.json", r"lanes may use \d+ cores here"), ("h200", "is for a cuda device")]
 )
 def test_a_profile_that_does_not_fit_is_an_error(name: str, problem: str, tmp_path: Path) -> None:
-    """Of more cores than there are, or of a GPU, which says nothing about them."""
+    """A profile of more cores than there are says nothing about fewer, and one of a GPU nothing about cores."""
     save_profile(default_profile(4096), tmp_path / "large.json")
     with pytest.raises(ConfigError, match=problem):
         select_profile(load_config({"device.profile": tmp_path / name if name.endswith(".json") else name}))

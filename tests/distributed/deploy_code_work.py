@@ -1,4 +1,4 @@
-"""What ranks run for `test_deploy_code.py`: code in and around placed modules that autograd has to be right for."""
+"""Models with code in and around placed modules that autograd has to be right for, and ranks that train them."""
 
 from __future__ import annotations
 
@@ -67,6 +67,26 @@ class WritesAfterwards(Towers):
         return found
 
 
+class Reversed(torch.autograd.Function):
+    """Returns its input, and turns the gradient around."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -grad
+
+
+class ReversesGradients(Towers):
+    """Gives a copy of a tower's output to a function with a backward of its own."""
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Reversed.apply(self.image(image).clone())  # type: ignore[no-untyped-call]
+        return found
+
+
 class CheckpointInside(nn.Module):
     """A tower that computes its layers again in the backward, by a function with a backward of its own."""
 
@@ -119,6 +139,7 @@ CASES: dict[str, Case] = {
     "checkpoint around": (lambda: CheckpointAround(is_reentrant=False), contextlib.nullcontext),
     "reentrant checkpoint around": (lambda: CheckpointAround(is_reentrant=True), contextlib.nullcontext),
     "reentrant checkpoint inside": (lambda: Towers(CheckpointInside()), contextlib.nullcontext),
+    "a function of the user's": (ReversesGradients, contextlib.nullcontext),
     "experts": (lambda: Towers(Experts()), contextlib.nullcontext),
     "gradients of the input": (Towers, contextlib.nullcontext),
     "gradients of some parameters": (Towers, contextlib.nullcontext),
@@ -147,8 +168,8 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], case: str) -> list[f
             loss = nn.functional.cross_entropy(model(**batch), torch.arange(BATCH))
         if case == "gradients of the input":
             found.append(torch.autograd.grad(loss, batch["image"], retain_graph=True)[0].square().sum().item())
-        some = [*model.image.parameters()] if case == "gradients of some parameters" else None  # type: ignore[union-attr, operator]
-        loss.backward(inputs=some or None)
+        some = [*model.get_submodule("image").parameters()] if case == "gradients of some parameters" else None
+        loss.backward(inputs=some)
         optimizer.step()
         found.append(loss.item())
     return found

@@ -15,7 +15,7 @@ pytestmark = needs_gloo
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
-    """What the ranks saw."""
+    """Return losses and states by case and placement, as every rank saw them."""
     folder = tmp_path_factory.mktemp("ranks")
     start_ranks(work.run_rank, work.__name__, work.SIZE, folder)
     return read_ranks(folder, work.SIZE)

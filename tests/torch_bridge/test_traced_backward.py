@@ -20,7 +20,7 @@ def add(graph: fx.Graph, **meta: Any) -> fx.Node:
 
 
 def test_a_backward_node_gets_the_modules_of_the_forward_node_with_its_number() -> None:
-    """Of several with one number, those of the first; its own stack is that of the caller of `backward`."""
+    """The first of several with one number counts; the node's own stack is that of the caller of `backward`."""
     graph = fx.Graph()
     add(graph, seq_nr=3, nn_module_stack=STACK)
     add(graph, seq_nr=3, nn_module_stack={"key": ("L['self'].later", nn.Module)})

@@ -44,7 +44,7 @@ from apollo_compile.distributed.link import sum_gradients, tell
 from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import REST, Deployment
 from apollo_compile.torch_bridge.compile_context import compile_apart
-from apollo_compile.torch_bridge.nested_backward import run_nested
+from apollo_compile.torch_bridge.nested_graph import run_nested
 from apollo_compile.torch_bridge.private_attributes import keeps_graph, times_written
 from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_tensors
 

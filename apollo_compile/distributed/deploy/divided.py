@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from apollo_compile.distributed.deploy.pairs import random_states
 from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import DeviceGroup, LinearPair
-from apollo_compile.torch_bridge.nested_backward import call_with_copies
+from apollo_compile.torch_bridge.nested_graph import call_with_copies
 from apollo_compile.torch_bridge.trees import map_tensors
 
 

@@ -15,7 +15,7 @@ class LiveCapture(Protocol):
 
     @property
     def is_live(self) -> bool:
-        """Whether it has not been released."""
+        """Return whether it has its memory still."""
 
     def release(self) -> None:
         """Free the graph and its memory."""

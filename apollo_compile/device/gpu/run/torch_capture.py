@@ -26,8 +26,6 @@ from apollo_compile.torch_bridge.cuda_private import (
     release_pool,
 )
 
-Stream = torch.cuda.Stream
-
 
 class TorchRecording:
     """A CUDA graph of torch."""
@@ -41,7 +39,7 @@ class TorchRecording:
         """Launch the graph on torch's current stream, random numbers included."""
         self.graph.replay()
 
-    def bytes_of(self, stream: Stream) -> int:
+    def bytes_of(self, stream: torch.cuda.Stream) -> int:
         """Return the bytes of the pool's allocator segments that belong to the stream."""
         return sum(each["total_size"] for each in self.segments() if each["stream"] == stream.cuda_stream)
 
@@ -88,13 +86,13 @@ class _Window:
 
 
 def capture_with_torch(
-    work: Callable[[Stream], None],
-    rehearsal: Callable[[Stream], None] | None,
+    work: Callable[[torch.cuda.Stream], None],
+    rehearsal: Callable[[torch.cuda.Stream], None] | None,
     *,
     is_apart: bool = False,
     device: torch.device,
     pool: Any | None,
-    origin: Stream,
+    origin: torch.cuda.Stream,
     streams: Collection[int],
     captures: LiveCaptures,
 ) -> TorchRecording:
@@ -136,10 +134,10 @@ class _FailedCaptureError(Exception):
 
 
 def _rehearse(
-    rehearsal: Callable[[Stream], None],
+    rehearsal: Callable[[torch.cuda.Stream], None],
     device: torch.device,
     pool: Any | None,
-    origin: Stream,
+    origin: torch.cuda.Stream,
     held: contextlib.ExitStack,
 ) -> None:
     """Run it with memory of the pool, which lives until `held` ends; if that is too little, with an empty cache.
@@ -161,7 +159,9 @@ def _rehearse(
     run()
 
 
-def _run_between(rehearsal: Callable[[Stream], None], caller: Stream, origin: Stream) -> None:
+def _run_between(
+    rehearsal: Callable[[torch.cuda.Stream], None], caller: torch.cuda.Stream, origin: torch.cuda.Stream
+) -> None:
     """Run it from the stream of the capture, behind earlier launches on the caller's stream, and before later ones."""
     origin.wait_stream(caller)
     try:
@@ -171,7 +171,9 @@ def _run_between(rehearsal: Callable[[Stream], None], caller: Stream, origin: St
         caller.wait_stream(origin)
 
 
-def _capture(work: Callable[[Stream], None], graph: torch.cuda.CUDAGraph, pool: Any, origin: Stream) -> None:
+def _capture(
+    work: Callable[[torch.cuda.Stream], None], graph: torch.cuda.CUDAGraph, pool: Any, origin: torch.cuda.Stream
+) -> None:
     """Capture the launches of `work` into `graph`.
 
     Raises:
