@@ -9,6 +9,7 @@ scatters. A short call is repeated within a round; a long call is measured in so
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -64,8 +65,10 @@ class Probe:
             self.times[units].append(elapsed_ns / self.kernels)
 
     def ns(self, units: int) -> float:
-        """Return the median time of one kernel over all rounds."""
-        return typical(self.times[units])
+        """Return the mean time of one kernel over all rounds but the fastest and the slowest twentieth."""
+        times = sorted(self.times[units])
+        left_out = len(times) // 20
+        return statistics.fmean(times[left_out : len(times) - left_out])
 
 
 def make_probes(counts: Sequence[int]) -> list[Probe]:
