@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import apollo_compile
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import DeploymentError
-from tests.distributed.deploy_work import BATCH, PATIENCE, SIZE, WIDTH, place
+from tests.distributed.deploy_work import BATCH, SIZE, WIDTH, join, place
 
 STEPS = 3
 PLACES = ("data parallel", "apart", "sharded")
@@ -177,9 +177,7 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], case: str) -> list[f
 
 def run_rank(rank: int, port: int, folder: Path) -> None:
     """Train all models as one process and on groups of ranks, and write what this rank saw."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    join(rank, port, SIZE)
     options: dict[str, Any] = {"loss_fn": torch.mean, "modules": NAMES, "link": Link(1e-4, 1e9), "seconds": 0.1}
     found: dict[tuple[str, str], Any] = {}
     for case, (make, _) in CASES.items():

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import apollo_compile
 from apollo_compile.cost_model.collectives import Link
+from apollo_compile.distributed.deploy import build as deploy_build
 from apollo_compile.errors import ApolloError
 from benchmarks.workloads import build
 
@@ -229,11 +230,18 @@ FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Divisions of two modules over four ranks."""
 
 
+def join(rank: int, port: int, size: int) -> dist.Store:
+    """Make a rank with one thread that measures modules for as short as it can: no numbers depend on the plan."""
+    torch.set_num_threads(1)
+    deploy_build.WARM_UPS, deploy_build.LEAST, deploy_build.BUDGET_S = 1, 2, 0.0
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    return store
+
+
 def run_one_of_four(rank: int, port: int, folder: Path) -> None:
     """Train on four ranks, with two backwards per step, and write what this rank saw."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=PATIENCE)
+    join(rank, port, 4)
     scenario = make("blocks")
     link = Link(1e-4, 1e9)
     plan = apollo_compile.deploy(
@@ -252,9 +260,7 @@ def run_one_of_four(rank: int, port: int, folder: Path) -> None:
 
 def run_rank(rank: int, port: int, folder: Path) -> None:
     """Run all scenarios, and write what this rank saw."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    store = join(rank, port, SIZE)
     found: dict[str, Any] = {}
     for kind in KINDS:
         scenario = make(kind)
