@@ -116,25 +116,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in args.workloads.split(","):
         workload = build(name, args.size, batch=args.batch)
         target = ModelCall(name=name, model=workload.model, args=(), kwargs=workload.inputs, loss=workload.loss)
-        rounds: dict[int, list[tuple[float, float, str]]] = {1: [], 2: []}
+        rounds: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
         for _ in range(args.rounds):
             if code := apollo(["calibrate"]):  # it says why
                 return code
             discover_profile.cache_clear()
-            found = estimate(target, [(f"cpu{cores}", (1,)), (f"cpu{cores // 2}", (2,))], link=link)
+            devices = [(f"cpu{cores}", (1,)), (f"cpu{cores // 2}", (2,))]
+            found = estimate(target, devices, link=link, max_tensor=1)  # as DDP does
             for processes, cell in zip(rounds, (cell for cell in found.cells if cell.stages == 1), strict=True):
                 (measured_s,) = measure(name, args.size, args.batch, processes, cores // processes)
-                rounds[processes].append((cell.step_s / measured_s - 1, measured_s, f"{cell.data} x {cell.tensor}"))
+                rounds[processes].append((cell.step_s / measured_s - 1, measured_s))
                 print(name, processes, cell.step_s * 1e3, measured_s * 1e3, file=sys.stderr, flush=True)
         for processes, results in rounds.items():
-            errors = [error for error, _, _ in results]
-            error, measured_s, split = sorted(results)[len(results) // 2]
+            errors = [error for error, _ in results]
+            error, measured_s = sorted(results)[len(results) // 2]
             spread = f"{min(errors):+.0%} to {max(errors):+.0%}"
-            rows.append(
-                (name, processes, split, (1 + error) * measured_s * 1e3, measured_s * 1e3, f"{error:+.0%}", spread)
-            )
+            rows.append((name, processes, (1 + error) * measured_s * 1e3, measured_s * 1e3, f"{error:+.0%}", spread))
         print("\n".join(f"{key}: {text}" for key, text in found.sources.items()), file=sys.stderr, flush=True)
-    headers = ("workload", "processes", "data x tensor", "estimated (ms)", "measured (ms)", "error", "rounds")
+    headers = ("workload", "processes", "estimated (ms)", "measured (ms)", "error", "rounds")
     print(tabulate(rows, headers=headers, floatfmt=".1f"))
     if args.json:
         args.json.write_text(json.dumps([dict(zip(headers, row, strict=True)) for row in rows], indent=1) + "\n")

@@ -139,14 +139,15 @@ TimesOf = Callable[[int], ModelTimes]
 """Times of a model by the samples of a micro-batch."""
 
 
-def cells_of(times_of: TimesOf, device: Device, count: int, batch: int) -> list[Cell]:
-    """Return a Cell of `count` devices for every number of stages that can divide the layers and the batch."""
+def cells_of(times_of: TimesOf, device: Device, count: int, batch: int, max_tensor: int | None = None) -> list[Cell]:
+    """Return a Cell per number of stages; tensor parallelism stays within a node, and within `max_tensor` devices."""
+    max_tensor = min(device.per_node, max_tensor or count)
     found = []
     for stages in _divisors(count):
         ways = [
             _estimate(times, device, data, tensor, stages, microbatches)
             for data in _divisors(count // stages)
-            if (tensor := count // stages // data) <= device.per_node and batch % data == 0
+            if (tensor := count // stages // data) <= max_tensor and batch % data == 0
             for microbatches in _microbatches(batch // data, stages)
             if stages <= len((times := times_of(batch // data // microbatches)).layers)
         ]

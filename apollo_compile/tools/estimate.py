@@ -74,6 +74,7 @@ def estimate(
     devices: Sequence[tuple[str, Sequence[int]]],
     *,
     link: Link | None = None,
+    max_tensor: int | None = None,
     options: Mapping[str, Any] | None = None,
     progress: Tell = lambda line: None,
 ) -> Estimate:
@@ -83,6 +84,7 @@ def estimate(
         target: the model, with the global batch of one step.
         devices: names of devices, each with numbers of them. A name is `h100`, `cpu2` (two cores) or a profile's path.
         link: a measured link between the devices; None takes that of data sheets.
+        max_tensor: largest degree of tensor parallelism, 1 for none; None has no limit within a node.
         options: as for `torch.compile(..., options=...)`.
         progress: called with lines of text.
 
@@ -103,7 +105,7 @@ def estimate(
             is_crowded = profile.kind == "cpu" and 1 < count <= device.per_node
             shares = slowdown_beside(profile, 1.0, 1.0) if is_crowded else 1.0
             own = replace(device, update_bytes_per_s=device.update_bytes_per_s / shares)
-            cells += cells_of(functools.partial(times_of, is_crowded), own, count, batch)
+            cells += cells_of(functools.partial(times_of, is_crowded), own, count, batch, max_tensor)
     return Estimate(name=target.name, batch=batch, cells=tuple(cells), sources=sources)
 
 

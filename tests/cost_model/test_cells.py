@@ -97,6 +97,19 @@ def test_tensors_are_not_divided_over_nodes() -> None:
     assert not cells_of(times, GPU, 8, 1)
 
 
+def test_tensor_parallelism_has_the_limit_that_is_asked_for() -> None:
+    """A batch of one is divided without a limit; two samples are a replica each with one, if slower."""
+    link = Link(1e-6, 1e6)
+    few = replace(GPU, link=link, node_link=link, memory_bytes=8 * (COPIES * 2**20 + 2**21))
+    assert [(cell.data, cell.tensor, cell.fits) for cell in cells_of(times, few, 2, 2, 1) if cell.stages == 1] == [
+        (2, 1, False)
+    ]
+    assert [(cell.data, cell.tensor, cell.fits) for cell in cells_of(times, few, 2, 2, 2) if cell.stages == 1] == [
+        (1, 2, True)
+    ]
+    assert not [cell for cell in cells_of(times, few, 2, 1, 1) if cell.stages == 1]
+
+
 def test_a_cell_that_does_not_fit_is_only_taken_if_no_split_fits() -> None:
     """Data parallelism is faster, and a replica needs more memory than half of one."""
     link = Link(1e-6, 1e10)

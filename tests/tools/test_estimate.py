@@ -101,6 +101,17 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, apollo: Apollo) -> N
     assert [cell["devices"] for cell in json.loads(as_json.out)["cells"]] == [1, 2, 2] == shown
 
 
+def test_the_command_limits_tensor_parallelism(tmp_path: Path, apollo: Apollo) -> None:
+    """Over a link on which sums of large gradients take longer than those of few samples."""
+    (tmp_path / "train.py").write_text(MODEL)
+    command = ("estimate", f"{tmp_path}/train.py:build", "--devices", "h100:2", "--link", "1e-6,1e6", "--json")
+    splits = [
+        [(cell["data"], cell["tensor"]) for cell in json.loads(ran.out)["cells"] if cell["stages"] == 1]
+        for ran in (apollo(*command), apollo(*command, "--max-tensor", "1"))
+    ]
+    assert splits == [[(1, 2)], [(2, 1)]]
+
+
 def test_a_device_without_a_profile_is_an_error() -> None:
     """With the names of the packaged ones."""
     with pytest.raises(ConfigError, match=r"cannot read device profile h999: .*cpu, h100, h200"):

@@ -14,9 +14,9 @@ neighbours  The runtime with one half of the units computing matmuls or copying 
             either.
 
 On a shared machine the same code may take twice as long from one moment to the next. So each round measures everything
-once. Of a kernel the mean over the rounds counts, without the fastest and the slowest twentieth: a step is the sum of
-hundreds of kernels, so it follows their means. Of fixed costs the median counts. A round is disturbed by another process
-if this process got less CPU time than its threads can use; `Calibration` has the share of such rounds.
+once. For kernels, the mean over the rounds without the fastest and the slowest twentieth counts: a step is the sum of
+hundreds of kernels, so it follows their means. For fixed costs, the median counts. A round is disturbed by another
+process if this process got less CPU time than its threads can use; `Calibration` has the share of such rounds.
 
 All OpenMP regions run on the calling thread: a second thread team permanently slows both down.
 

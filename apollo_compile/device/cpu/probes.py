@@ -66,9 +66,8 @@ class Probe:
 
     def ns(self, units: int) -> float:
         """Return the mean time of one kernel over all rounds but the fastest and the slowest twentieth."""
-        times = sorted(self.times[units])
-        left_out = len(times) // 20
-        return statistics.fmean(times[left_out : len(times) - left_out])
+        times, skip = sorted(self.times[units]), len(self.times[units]) // 20
+        return statistics.fmean(times[skip : len(times) - skip])
 
 
 def make_probes(counts: Sequence[int]) -> list[Probe]:
