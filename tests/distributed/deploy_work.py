@@ -157,6 +157,8 @@ class Scenario(NamedTuple):
     loss_fn: Callable[[Any], torch.Tensor]
     names: tuple[str, ...]
     """Modules to place."""
+    rate: float = 0.05
+    """Learning rate."""
 
 
 def diagonal_loss(scores: torch.Tensor) -> torch.Tensor:
@@ -167,9 +169,10 @@ def diagonal_loss(scores: torch.Tensor) -> torch.Tensor:
 def make(kind: str) -> Scenario:
     """Return a scenario, the same on both ranks."""
     torch.manual_seed(1)
-    if kind == "clip":
-        workload = build("clip", "tiny", batch=4)
-        return Scenario(workload.model, workload.inputs, workload.loss, ("vision_model", "text_model"))
+    if kind in ("clip", "act"):
+        workload = build(kind, "tiny", batch=4)
+        names = ("vision_model", "text_model") if kind == "clip" else ("backbone", "encoder.0")
+        return Scenario(workload.model, workload.inputs, workload.loss, names, 1e-4 if kind == "act" else 0.05)
     batch = {"image": torch.randn(BATCH, WIDTH), "text": torch.randn(BATCH, WIDTH)}
     model, names = {
         "ten to one": lambda: (Towers(10, 1), ("image", "text")),
@@ -180,7 +183,7 @@ def make(kind: str) -> Scenario:
     return Scenario(model, batch, diagonal_loss, names)
 
 
-KINDS = ("clip", "ten to one", "chain", "mixed", "blocks")
+KINDS = ("clip", "act", "ten to one", "chain", "mixed", "blocks")
 DIVISIONS: dict[str, dict[str, Any]] = {
     "data parallel": {"devices": 2},
     "linear layers": {"devices": 2, "tensor": 2},
@@ -205,7 +208,7 @@ def place(plan: apollo_compile.DeploymentPlan, names: tuple[str, ...], where: st
 
 def train(model: nn.Module, scenario: Scenario, *, backwards: int = 1) -> list[float]:
     """Return the losses of some steps; in a step, gradients of several backwards add up."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=scenario.rate, momentum=0.9, weight_decay=0.01)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
