@@ -140,8 +140,11 @@ TimesOf = Callable[[int], ModelTimes]
 
 
 def cells_of(times_of: TimesOf, device: Device, count: int, batch: int, max_tensor: int | None = None) -> list[Cell]:
-    """Return a Cell per number of stages; tensor parallelism stays within a node, and within `max_tensor` devices."""
-    max_tensor = min(device.per_node, max_tensor or count)
+    """Return a Cell of `count` devices for every number of stages that can divide the layers and the batch.
+
+    Tensor parallelism is limited to a node, and to `max_tensor` devices.
+    """
+    max_tensor = device.per_node if max_tensor is None else min(device.per_node, max_tensor)
     found = []
     for stages in _divisors(count):
         ways = [

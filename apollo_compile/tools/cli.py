@@ -129,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS,BYTES",
         help="measured latency and bytes per second between two devices; default: those of data sheets",
     )
-    estimate.add_argument("--max-tensor", type=positive, metavar="N", help="most devices that divide a layer; 1: none")
+    estimate.add_argument(
+        "--max-tensor", type=positive, metavar="N", help="most devices that share a layer; default: a node"
+    )
     estimate.add_argument("--save", type=Path, metavar="FILE", help="write the estimate as JSON, for 'apollo cluster'")
 
     bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor and its best mode, apollo")

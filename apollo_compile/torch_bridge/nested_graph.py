@@ -18,7 +18,7 @@ from apollo_compile.torch_bridge.private_attributes import keeps_graph, reaches
 def call_with_copies(
     module: nn.Module, copies: dict[str, torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module with copies of its parameters, in their memory; `.data` assigned to a copy is the parameter's."""
+    """Call a module with copies of its parameters that share their memory; `.data` set on a copy is the parameter's."""
     found = torch.func.functional_call(module, copies, tuple(args), kwargs)
     for name, own in module.named_parameters() if copies else ():
         if name in copies and not isinstance(own, DTensor) and own.data_ptr() != copies[name].data_ptr():

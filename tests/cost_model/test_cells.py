@@ -98,15 +98,12 @@ def test_tensors_are_not_divided_over_nodes() -> None:
 
 
 def test_tensor_parallelism_has_the_limit_that_is_asked_for() -> None:
-    """A batch of one is divided without a limit; two samples are a replica each with one, if slower."""
+    """Only divided layers fit; with a limit of one device, two replicas that do not fit are all there is."""
     link = Link(1e-6, 1e6)
     few = replace(GPU, link=link, node_link=link, memory_bytes=8 * (COPIES * 2**20 + 2**21))
-    assert [(cell.data, cell.tensor, cell.fits) for cell in cells_of(times, few, 2, 2, 1) if cell.stages == 1] == [
-        (2, 1, False)
-    ]
-    assert [(cell.data, cell.tensor, cell.fits) for cell in cells_of(times, few, 2, 2, 2) if cell.stages == 1] == [
-        (1, 2, True)
-    ]
+    for limit, expected in ((None, (1, 2, True)), (2, (1, 2, True)), (1, (2, 1, False))):
+        cell = only(cells_of(times, few, 2, 2, limit), 1)
+        assert (cell.data, cell.tensor, cell.fits) == expected
     assert not [cell for cell in cells_of(times, few, 2, 1, 1) if cell.stages == 1]
 
 

@@ -234,7 +234,7 @@ FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def join(rank: int, port: int, size: int) -> dist.Store:
-    """Make a rank with one thread that measures modules for as short as it can: no numbers depend on the plan."""
+    """Join the group with one thread. Modules are timed briefly, since no numbers depend on the plan."""
     torch.set_num_threads(1)
     deploy_build.WARM_UPS, deploy_build.LEAST, deploy_build.BUDGET_S = 1, 2, 0.0
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -207,8 +207,3 @@ def _time(call: Probed, repeats: int) -> float:
     for _ in range(repeats):
         call()
     return (time.perf_counter_ns() - begin) / repeats
-
-
-def typical(times: Sequence[float]) -> float:
-    """Return the median."""
-    return sorted(times)[len(times) // 2]

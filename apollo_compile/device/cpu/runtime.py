@@ -12,12 +12,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.device.cpu.execute import Executable
-from apollo_compile.device.cpu.probes import Probe, typical
+from apollo_compile.device.cpu.probes import Probe
 from apollo_compile.ir import KernelKind, Lane, LaneId, Span
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.bodies import compile_bodies
@@ -199,7 +200,7 @@ class RuntimePrograms:
             for body, place in zip(_LAUNCHED, range(0, len(durations), 4), strict=True):
                 cold[body].append(durations[place + 1])
                 warm[body] += durations[place + 2 : place + 4]
-        small, wide, chain = (typical(warm[body]) for body in _LAUNCHED)
+        small, wide, chain = (median_high(warm[body]) for body in _LAUNCHED)
         tensor_ns = max(0.0, (wide - small) / (2 * _WIDTH - 2))
         kernel_ns = max(1.0, (chain - small - tensor_ns) / (2 * _CHAIN - 1))
         waits = [
@@ -212,10 +213,10 @@ class RuntimePrograms:
         ]
         return RuntimeTimes(
             kernel_ns=kernel_ns,
-            cold_ns=max(0.0, (typical(cold["chain"]) - chain) / (2 * _CHAIN)),
+            cold_ns=max(0.0, (median_high(cold["chain"]) - chain) / (2 * _CHAIN)),
             launch_ns=max(0.0, small - 2 * tensor_ns - kernel_ns),
             tensor_ns=tensor_ns,
-            handover_ns=max(map(typical, waits), default=0.0),  # the planner has one number
+            handover_ns=max(map(median_high, waits), default=0.0),  # the planner has one number
             slowdown=self._slowdown(),
         )
 
@@ -235,7 +236,7 @@ class RuntimePrograms:
         if not self._beside:
             return ((1.0, 1.0), (1.0, 1.0))
         times = {
-            pair: typical([time for spans in program.runs for time in _beside(spans) or _durations(spans, lane=1)])
+            pair: median_high([time for spans in program.runs for time in _beside(spans) or _durations(spans, lane=1)])
             for pair, program in self._beside.items()
         }
 

@@ -15,7 +15,7 @@ class LiveCapture(Protocol):
 
     @property
     def is_live(self) -> bool:
-        """Return whether it has its memory still."""
+        """Return whether it still has its memory."""
 
     def release(self) -> None:
         """Free the graph and its memory."""
