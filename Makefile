@@ -11,8 +11,12 @@ SOURCES := $(or $(shell find csrc runtime -type f ! -name CMakeLists.txt),$(erro
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
-LONE_TESTS := tests/distributed tests/cluster/test_run.py $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
-OTHER_TESTS := $(if $(TORCH),$(addprefix tests/,end_to_end native session),$(LONE_TESTS:%=--ignore=%))
+RANK_TESTS := tests/distributed
+LONE_TESTS := tests/cluster/test_run.py $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
+OTHER_TESTS := $(if $(TORCH),$(addprefix tests/,end_to_end native session),$(addprefix --ignore=,$(RANK_TESTS) $(LONE_TESTS)))
+PYTEST := $(BIN)/python -m pytest
+# Time goes into compiling, which shares the machine well, apart from OpenMP teams that would spin on the same cores.
+PYTEST_SIDE_BY_SIDE := OMP_WAIT_POLICY=passive $(PYTEST) -n $(TEST_PROCESSES)
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
@@ -35,11 +39,12 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
 
-# Tests of ranks have the machine alone, and so has a calibration. In all other tests time goes into compiling, which shares
-# it well, apart from two OpenMP teams that would spin on the same cores. With TORCH, those that run compiled models.
+# Each file of tests of ranks starts its ranks once. Ray and a calibration have the machine alone. With TORCH, of the
+# others those that run compiled models.
 test: $(VENV)/installed native
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(OTHER_TESTS)
-	$(BIN)/python -m pytest $(LONE_TESTS)
+	$(PYTEST_SIDE_BY_SIDE) --dist worksteal $(OTHER_TESTS)
+	$(PYTEST_SIDE_BY_SIDE) --dist loadfile $(RANK_TESTS)
+	$(PYTEST) $(LONE_TESTS)
 
 check: $(VENV)/installed docs
 	$(BIN)/ruff format --check .

@@ -94,7 +94,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..
 }
 """Model, loss function and batch, by name."""
 
-CASES = [("towers", 1, None), *itertools.product(("towers", "chain", "clip"), (1, 2), (NORM,))]
+CASES = [("towers", 1, None), *itertools.product(("towers", "chain"), (1, 2), (NORM,)), ("clip", 2, NORM)]
 """Model, number of micro-batches, and norm to which gradients are clipped."""
 
 
