@@ -250,7 +250,7 @@ class Recurrent(nn.Module):
 def test_small_steps_of_a_long_loop_share_bodies() -> None:
     """Forward and backward: little of the loop is compiled, and no segment has more than a few steps."""
     torch.manual_seed(0)
-    for recorded in record(Recurrent(24), (sized(512, 512),)).values():
+    for recorded in record(Recurrent(14), (sized(512, 512),)).values():
         partition = assert_replays(recorded, LAYER)
         lengths = [len(body.nodes) for body in partition.bodies]
         assert max(lengths) <= 2 * LONG
