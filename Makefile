@@ -106,8 +106,8 @@ native-test-%: $(VENV)/tools
 soak: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.soak $(SOAK)
 	$(MAKE) wheel
-	$(BIN)/python -m pytest -m soak
-	$(BIN)/python -m pytest --hypothesis-profile soak -o faulthandler_timeout=0 -m "soak or not soak" \
+	$(PYTEST) -m soak
+	$(PYTEST) --hypothesis-profile soak -o faulthandler_timeout=0 -m "soak or not soak" \
 	  tests/end_to_end/test_random_models.py tests/faults/test_files.py
 	$(BIN)/python -m benchmarks.op_infos --json build/op_infos.json
 	$(BIN)/python -m benchmarks.op_infos --json build/op_infos.json --bodies native --every 10
