@@ -293,7 +293,7 @@ def published_cluster(example: SimpleNamespace, memory_bytes: int) -> EqualDevic
 def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks: int, example: SimpleNamespace) -> None:
     """And not behind waves or data parallelism."""
     devices = published_cluster(example, 80 * 2**30)
-    plan = plan_deployment(example.multitask_clip(tasks, 64), devices, seconds=5)
+    plan = plan_deployment(example.multitask_clip(tasks, 64), devices, seconds=8)
     assert 0 < plan.gap <= 0.05
     assert {baseline.name for baseline in plan.baselines} == {"data parallel", "waves"}
     assert all(plan.step_ns < baseline.step_ns and baseline.keeps_memory for baseline in plan.baselines)
