@@ -39,8 +39,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
 
-# Each file of tests of ranks starts its ranks once. Ray and a calibration have the machine alone. With TORCH, of the
-# others those that run compiled models.
+# A file of tests of ranks starts its ranks once, so one process runs all of the file. Ray and a calibration have the
+# machine alone. With TORCH, the other tests are those of compiled models only.
 test: $(VENV)/installed native
 	$(PYTEST_SIDE_BY_SIDE) --dist worksteal $(OTHER_TESTS)
 	$(PYTEST_SIDE_BY_SIDE) --dist loadfile $(RANK_TESTS)

@@ -42,7 +42,7 @@ settings.load_profile("default")
 
 # Graphs are many small objects: by Python's own thresholds, looking for cycles takes a twentieth of the tests' time.
 gc.set_threshold(100_000, 50, 100)
-# Otherwise each process would compile and load a library for each kind of vector instructions.
+# Inductor else tries each kind of vector instructions in each process: it compiles a library and loads it.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 EXPECTED = Path(__file__).parent / "expected"

@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         help="measured latency and bytes per second between two devices; default: those of data sheets",
     )
     estimate.add_argument(
-        "--max-tensor", type=positive, metavar="N", help="most devices that share a layer; default: a node"
+        "--max-tensor", type=positive, metavar="N", help="most devices that share a layer; default: those of a node"
     )
     estimate.add_argument("--save", type=Path, metavar="FILE", help="write the estimate as JSON, for 'apollo cluster'")
 

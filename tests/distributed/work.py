@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
-import gc
 import importlib
 import logging
 import math
@@ -35,8 +34,6 @@ from apollo_compile.planner import apart
 from apollo_compile.session import bodies, planning, registry
 from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.models import NEVER_AS_LONG_NS
-
-gc.set_threshold(100_000, 50, 100)  # as all tests do; the server that forks ranks imports this file
 
 SIZE = 2
 """Ranks of most scenarios."""
