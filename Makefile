@@ -14,9 +14,6 @@ TEST_PROCESSES ?= 2
 RANK_TESTS := tests/distributed
 LONE_TESTS := tests/cluster/test_run.py $(if $(TORCH),,tests/device/cpu/test_calibrate.py)
 OTHER_TESTS := $(if $(TORCH),$(addprefix tests/,end_to_end native session),$(addprefix --ignore=,$(RANK_TESTS) $(LONE_TESTS)))
-PYTEST := $(BIN)/python -m pytest
-# Time goes into compiling, which shares the machine well, apart from OpenMP teams that would spin on the same cores.
-PYTEST_SIDE_BY_SIDE := OMP_WAIT_POLICY=passive $(PYTEST) -n $(TEST_PROCESSES)
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
@@ -39,12 +36,13 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
 
-# A file of tests of ranks starts its ranks once, so one process runs all of the file. Ray and a calibration have the
+# Most of the time goes into compiling, which shares the machine well, apart from OpenMP teams that would spin on the same
+# cores. A file of tests of ranks starts its ranks once, so one process runs all of the file. Ray and a calibration have the
 # machine alone. With TORCH, the other tests are those of compiled models only.
 test: $(VENV)/installed native
-	$(PYTEST_SIDE_BY_SIDE) --dist worksteal $(OTHER_TESTS)
-	$(PYTEST_SIDE_BY_SIDE) --dist loadfile $(RANK_TESTS)
-	$(PYTEST) $(LONE_TESTS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(OTHER_TESTS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(RANK_TESTS)
+	$(BIN)/python -m pytest $(LONE_TESTS)
 
 check: $(VENV)/installed docs
 	$(BIN)/ruff format --check .
@@ -106,8 +104,8 @@ native-test-%: $(VENV)/tools
 soak: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.soak $(SOAK)
 	$(MAKE) wheel
-	$(PYTEST) -m soak
-	$(PYTEST) --hypothesis-profile soak -o faulthandler_timeout=0 -m "soak or not soak" \
+	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest --hypothesis-profile soak -o faulthandler_timeout=0 -m "soak or not soak" \
 	  tests/end_to_end/test_random_models.py tests/faults/test_files.py
 	$(BIN)/python -m benchmarks.op_infos --json build/op_infos.json
 	$(BIN)/python -m benchmarks.op_infos --json build/op_infos.json --bodies native --every 10
