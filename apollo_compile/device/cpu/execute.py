@@ -46,6 +46,7 @@ from apollo_compile.torch_bridge.handles import (
     to_handles,
 )
 from apollo_compile.torch_bridge.profiler import is_profiling, profiler_functions
+from apollo_compile.torch_bridge.upstream_bugs.vector_functions import choose_vector_kernels
 
 _logger = logging.getLogger(__name__)
 
@@ -275,6 +276,7 @@ def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
             has_lost_team = _is_forked and len(lanes[0].units) > 1
             if len(lanes[0].units) == most_units() and not has_lost_team:
                 cores[0] = []  # the calling thread; with fewer units than torch uses, it must be pinned, too
+            choose_vector_kernels()
             num_threads = torch.get_num_threads()
             try:
                 _lanes_by_key[key] = _native.Lanes(

@@ -79,4 +79,11 @@ UPSTREAM_BUGS = (
         fixed_in="2.14.1",
         test="test_torch_adds_transposed_values_elsewhere",
     ),
+    UpstreamBug(
+        file="vector_functions.py",
+        defect="loses half of the digits of a function such as tanh where two threads make its first call",
+        report="https://github.com/pytorch/pytorch/issues/188792",  # oneMKL from 2025.0 on does not
+        seen_in=("2.10", "2.13"),
+        test="test_torch_has_an_mkl_that_chooses_kernels_without_a_lock",
+    ),
 )
