@@ -363,7 +363,7 @@ SEVERAL_DEVICES = (
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 37_020, 5_680
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 37_040, 5_680
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 

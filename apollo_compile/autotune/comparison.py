@@ -28,12 +28,11 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from apollo_compile.ir import Standing
+from apollo_compile.ir import MIN_ROUNDS, Standing
 from apollo_compile.units import format_ns
 
 MAX_STEPS_PER_TURN = 33
 TURN_NS = 10_000_000
-MIN_ROUNDS = 5
 MAX_ROUNDS = 12
 _TYPICAL_ROUNDS = (MIN_ROUNDS + MAX_ROUNDS) // 2
 ALLOWED_WINS = 8

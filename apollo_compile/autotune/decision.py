@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from apollo_compile.autotune.candidates import Candidate, Candidates
-from apollo_compile.autotune.comparison import MIN_ROUNDS, Comparison, Rules, typical_steps
-from apollo_compile.ir import Standing, Variant, Verdict
+from apollo_compile.autotune.comparison import Comparison, Rules, typical_steps
+from apollo_compile.ir import MIN_ROUNDS, Standing, Variant, Verdict
 
 
 class Decision:
@@ -109,11 +109,6 @@ class Decision:
         self._is_after_drift = False
         self._comparison, self.winner = None, winner
         return is_confirmed
-
-
-def is_reliable(verdict: Verdict) -> bool:
-    """Return whether enough rounds counted for later processes to rely on the verdict."""
-    return verdict.standings[0].num_rounds >= MIN_ROUNDS
 
 
 def _rescaled(before: Verdict | None, standings: Sequence[Standing]) -> list[Standing]:

@@ -95,9 +95,10 @@ class Tuner(Decision):
         self._compare(self._candidates.compiled())
 
     def adopt(self, verdict: Verdict, candidates: Sequence[Candidate], *, required: Collection[int] = (0,)) -> None:
-        """Run the winner of an earlier process, and watch it; losers of that process are compiled only after a drift.
+        """Run the winner of an earlier process, and watch it; late losers are compiled only after a drift.
 
-        If the winner cannot be compiled, the others are compared.
+        Candidates that were close to the winner are compared with it again, unless they are late: which of them is the
+        fastest differs between processes. If the winner cannot be compiled, the others are compared.
         """
         self._take(candidates, verdict.winner, required)
         self._budget.begin()
@@ -113,7 +114,11 @@ class Tuner(Decision):
                 return
         self._candidates.leave_out_losers(verdict)
         self.verdict = verdict
-        self._settle_on(verdict.winner)
+        again = [each for each in self._candidates.compiled() if each in verdict.close]
+        if len(again) > 1:
+            self._compare(again)
+        else:
+            self._settle_on(verdict.winner)
 
     def leave(self, variant: Variant) -> None:
         """End all comparisons: this variant runs from now on."""

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NewType
 
+from apollo_compile.ir.variants import MIN_ROUNDS as MIN_ROUNDS
 from apollo_compile.ir.variants import Standing as Standing
 from apollo_compile.ir.variants import Variant as Variant
 from apollo_compile.ir.variants import Verdict as Verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from apollo_compile.units import format_ns
@@ -23,6 +24,13 @@ class Variant(enum.StrEnum):
     TRACED = "Inductor, traced step"
     """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
 
+
+MIN_ROUNDS = 5
+"""Rounds of a comparison without which it has no winner."""
+
+CLOSE = 1.05
+"""Ratio to the winner below which a candidate is close: the same code is a few percent slower in one process than in
+another, so each process finds its own winner among the close ones."""
 
 _REFERENCES = {Variant.INDUCTOR: "torch.compile", Variant.TRACED: "torch.compile", Variant.EAGER: "eager"}
 """Name of the code that would run without apollo, as its users know it."""
@@ -70,6 +78,16 @@ class Verdict:
     def is_measured(self) -> bool:
         """Whether the winner was compared with another candidate."""
         return self.standings[0].num_rounds > 0
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether enough rounds counted for later processes to rely on it."""
+        return self.standings[0].num_rounds >= MIN_ROUNDS
+
+    @property
+    def close(self) -> Sequence[str]:
+        """The winner and candidates that are close to it, one of which may be the fastest in another process."""
+        return [each.name for each in self.standings if each.ratio < CLOSE]
 
     def has_compared(self, name: str) -> bool:
         """Return whether the candidate called `name` was in the comparison."""

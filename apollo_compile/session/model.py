@@ -12,7 +12,6 @@ from typing import Any
 
 from apollo_compile.autotune.candidates import Candidate, CompileBudget
 from apollo_compile.autotune.comparison import PER_CALL, PER_TURN, Rules
-from apollo_compile.autotune.decision import is_reliable
 from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.config import Config
@@ -267,7 +266,7 @@ class CompiledModel:
 
     def _keep_verdict(self, verdict: Verdict) -> None:
         for graph in self.tuned:
-            if graph.has_run and is_reliable(verdict):
+            if graph.has_run and verdict.is_reliable:
                 self.warm_start.keep(graph.compilation, graph.variant_for(verdict.winner), verdict)
             if verdict.has_compared(Variant.INDUCTOR) and all(other.has_run for other in self.tuned):
                 graph.compile_whole = None  # frees an FX graph; later comparisons take compiled variants

@@ -5,7 +5,8 @@
 
 A restarted training run plans the same graphs, measures the same bodies and compares the same variants. So each graph
 has a file with its finding: the plan, the measured durations that it was made from, and the variant that won. A
-recalled plan is not planned again, and the winner runs from the first step on; other variants are not even compiled.
+recalled plan is not planned again, and the winner runs from the first step on; variants that were close to it are
+compared again, and others are not even compiled.
 
 A finding expires after `MAX_AGE_S`, because a machine changes in ways that no key captures, and only the `MAX_FILES`
 youngest are kept. A finding that cannot be read, or whose plan is not legal for the graph, is ignored.

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from apollo_compile.autotune.candidates import Candidate, CandidateError, CompileBudget
-from apollo_compile.autotune.comparison import MAX_ROUNDS, MIN_ROUNDS, PER_CALL
+from apollo_compile.autotune.comparison import MAX_ROUNDS, PER_CALL
 from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner
-from apollo_compile.ir import Standing, Variant, Verdict
+from apollo_compile.ir import MIN_ROUNDS, Standing, Variant, Verdict
 
 SERIAL, PLAN, INDUCTOR = Variant.SERIAL, Variant.PLAN, Variant.INDUCTOR
 LOOP, TRACED = Variant.LOOP, Variant.TRACED
@@ -149,10 +149,10 @@ def slow_down(times: Mapping[str, float], forward: Graph, backward: Graph) -> No
     backward.times = {variant: time - time / 3 for variant, time in times.items()}
 
 
-def earlier(variant: str, *losers: str) -> Verdict:
-    """Return a verdict of an earlier process."""
+def earlier(variant: str, *losers: str, margin: float = 1.0) -> Verdict:
+    """Return a verdict of an earlier process, in which each loser took longer than the one before by a margin."""
     standings = tuple(
-        Standing(name=name, step_ns=1.0, ratio=1.0 + place, num_rounds=MIN_ROUNDS)
+        Standing(name=name, step_ns=1.0, ratio=1.0 + place * margin, num_rounds=MIN_ROUNDS)
         for place, name in enumerate((variant, *losers))
     )
     return Verdict(standings=standings, num_steps=30, is_remembered=True)
@@ -196,10 +196,10 @@ class Subject:
         return Candidate(variant=variant, prepare=prepare, cost_ns=round(cost_s * S), is_late=True, **rest)
 
     def offer(self, *candidates: Variant | Candidate, incumbent: Variant = PLAN) -> None:
-        self.tuner.offer(
-            [each if isinstance(each, Candidate) else Candidate(variant=each) for each in candidates],
-            incumbent=incumbent,
-        )
+        self.tuner.offer(_as_candidates(candidates), incumbent=incumbent)
+
+    def adopt(self, verdict: Verdict, *candidates: Variant | Candidate) -> None:
+        self.tuner.adopt(verdict, _as_candidates(candidates))
 
     def step(self) -> Variant:
         """Take one step."""
@@ -219,3 +219,7 @@ class Subject:
     @property
     def winners(self) -> Sequence[str]:
         return [verdict.winner for verdict in self.verdicts]
+
+
+def _as_candidates(known: Sequence[Variant | Candidate]) -> list[Candidate]:
+    return [each if isinstance(each, Candidate) else Candidate(variant=each) for each in known]

@@ -9,11 +9,11 @@ import pytest
 
 from apollo_compile.autotune.comparison import (
     MAX_ROUNDS,
-    MIN_ROUNDS,
     PER_TURN,
     Comparison,
     interval_of_median,
 )
+from apollo_compile.ir import MIN_ROUNDS
 from tests.autotune.machine import ENOUGH, INDUCTOR, PLAN, SERIAL, STEPS_PER_TURN, Graph, Machine
 
 

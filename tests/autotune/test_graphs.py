@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from apollo_compile.autotune.comparison import MIN_ROUNDS
 from apollo_compile.autotune.drift import LOOK_EVERY
+from apollo_compile.ir import MIN_ROUNDS
 from tests.autotune.machine import (
     CLEAR,
     ENOUGH,

@@ -8,9 +8,10 @@ import pytest
 
 from apollo_compile.autotune import tuner
 from apollo_compile.autotune.candidates import Candidate
-from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_TURN
+from apollo_compile.autotune.comparison import PER_TURN
 from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.autotune.tuner import ABANDONED_NS
+from apollo_compile.ir import MIN_ROUNDS, Variant
 from tests.autotune.machine import INDUCTOR, LOOP, MS, PLAN, SERIAL, TRACED, S, Subject, earlier
 
 ENOUGH = 1000
@@ -110,8 +111,7 @@ def test_a_winner_that_fails_beside_a_late_candidate_leaves_all_others() -> None
 def test_the_winner_of_an_earlier_process_is_compiled_first(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is compared, unless it does not compile any more: then the others are."""
     subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8})
-    candidates = [subject.late(INDUCTOR, fails=fails), Candidate(variant=SERIAL), Candidate(variant=PLAN)]
-    subject.tuner.adopt(earlier(INDUCTOR, PLAN), candidates)
+    subject.adopt(earlier(INDUCTOR, PLAN), subject.late(INDUCTOR, fails=fails), SERIAL, PLAN)
     subject.run(ENOUGH if fails else 10)
     assert subject.prepared == [INDUCTOR]
     if fails:
@@ -121,6 +121,21 @@ def test_the_winner_of_an_earlier_process_is_compiled_first(fails: bool, caplog:
         )
     else:
         assert set(subject.used) == {INDUCTOR}
+
+
+@pytest.mark.parametrize(("margin", "compared"), [(0.02, {LOOP, SERIAL, PLAN}), (0.03, {SERIAL, PLAN}), (0.06, {PLAN})])
+def test_close_variants_of_an_earlier_process_are_compared_again(margin: float, compared: set[Variant]) -> None:
+    """Within 5 % of the winner; a late one would have to be compiled for that, so it is left out."""
+    subject = Subject({LOOP: 20, INDUCTOR: 1, SERIAL: 15, PLAN: 16})
+    known = earlier(PLAN, SERIAL, LOOP, INDUCTOR, margin=margin)
+    subject.adopt(known, LOOP, subject.late(INDUCTOR), SERIAL, PLAN)
+    subject.run(ENOUGH)
+    assert set(subject.used) == compared and subject.used[-1] == (SERIAL if SERIAL in compared else PLAN)
+    assert subject.prepared == [] and subject.tuner.is_settled
+    if subject.verdicts:
+        (verdict,) = subject.verdicts
+        assert not verdict.is_remembered and verdict.num_steps > known.num_steps
+        assert {each.name for each in verdict.standings} == {LOOP, SERIAL, PLAN, INDUCTOR}
 
 
 def test_where_sizes_change_nothing_is_watched() -> None:

@@ -32,7 +32,7 @@ REMEMBERED = {**AUTOTUNED, "plan.autotune": True, "plan.remember": True}
 
 
 def let_win(variant: str, **options: Any) -> CompiledModel:
-    """Train two towers until the comparison is over, and let its finding say that `variant` won, whichever did."""
+    """Train two towers until the comparison is over, and let its finding say that `variant` won by far."""
     run, inputs, found = compiled_towers(**options)
     train_until_settled(run, inputs)
     verdict = found.tuner.verdict
@@ -42,7 +42,10 @@ def let_win(variant: str, **options: Any) -> CompiledModel:
     for file in files:
         content = json.loads(file.read_text())
         assert content["finding"]["variant"] == verdict.winner
-        content["finding"]["variant"] = content["finding"]["verdict"]["standings"][0]["name"] = variant
+        winner, *losers = content["finding"]["verdict"]["standings"]
+        content["finding"]["variant"] = winner["name"] = variant
+        for loser in losers:
+            loser["ratio"] = 2.0
         file.write_text(json.dumps(content))
     return found
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from apollo_compile.autotune.candidates import Candidate, CandidateError, CompileBudget
 from apollo_compile.autotune.comparison import typical_steps
-from apollo_compile.autotune.decision import is_reliable
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.reports.values import Stage, State
@@ -214,7 +213,7 @@ class StepTuner:
             self.program.variants.target.keep_only(variants)
 
     def _keep_verdict(self, verdict: Verdict) -> None:
-        if is_reliable(verdict):
+        if verdict.is_reliable:
             self._warm_start.keep(self.program.variants.compilation, verdict.winner, verdict)
         if verdict.winner is Variant.LOOP:
             self._leave_loop()

@@ -54,7 +54,7 @@ def test_a_later_process_begins_with_what_was_found(tmp_path: Path) -> None:
         verdicts.append(step.tuners[0].verdict)
     first, second, other = verdicts
     assert first is not None and second is not None and other is not None
-    assert second.is_remembered and second.winner == first.winner
+    assert second.winner in first.close and (second.is_remembered or len(first.close) > 1)
     assert not first.is_remembered and not other.is_remembered
 
 
