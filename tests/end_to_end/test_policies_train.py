@@ -26,7 +26,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "plan": {"plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0},  # the program from the second step on
 }
-UNCOMPILED = {"runtime.bodies": "eager", "plan.planner": "greedy"}
+UNCOMPILED = {"runtime.bodies": "eager", "plan.planner": "greedy", "plan.time_limit_s": 0.1}
 """Bodies and plans that take no time."""
 
 ALWAYS = ("sac", "vla")

@@ -33,6 +33,7 @@ PROGRAM = {
     "plan.autotune": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
+    "plan.time_limit_s": 0.1,
     "partition.granularity": "module",
     "runtime.bodies": "eager",
 }
