@@ -201,6 +201,8 @@ class StepTuner:
         verdict = None if found is None else found.verdict
         if verdict is not None and any(each.variant is verdict.winner for each in candidates):
             self._tuner.adopt(verdict, candidates)
+            if verdict.winner is Variant.LOOP and not self._tuner.is_comparing:
+                self._leave_loop()
         else:
             self._tuner.offer(candidates, incumbent=Variant.LOOP)
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from apollo_compile.ir import Variant
+from apollo_compile.ir import Role, Variant
 from apollo_compile.reports.values import Stage
+from apollo_compile.session import registry
 from apollo_compile.session.step.tuning import StepTuner
+from apollo_compile.session.warm_start import WarmStart
 from apollo_compile.tools.report import status
+from tests.autotune.machine import earlier
 from tests.end_to_end.step_cases.turns import compile_nothing
 from tests.end_to_end.twins import EAGER, Twins, chain_batch, chain_loss, compile_step
 from tests.session.step.towers import COMPARED, Towers, batch_of, loss_of
@@ -56,6 +60,23 @@ def test_a_later_process_begins_with_what_was_found(tmp_path: Path) -> None:
     assert first is not None and second is not None and other is not None
     assert second.winner in first.close and (second.is_remembered or len(first.close) > 1)
     assert not first.is_remembered and not other.is_remembered
+
+
+@pytest.mark.parametrize("margin", [1.0, 0.01], ids=["by far", "by little"])
+def test_where_the_loop_won_in_an_earlier_process_its_graphs_are_compared(
+    margin: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, or once the variants of the step that were close to it have lost again."""
+    compile_nothing(monkeypatch)
+    found = SimpleNamespace(verdict=earlier(Variant.LOOP, Variant.PLAN, margin=margin))
+    recall = lambda self, capture, partition: found if capture.role is Role.STEP else None  # noqa: E731
+    monkeypatch.setattr(WarmStart, "recall", recall)
+    model = Towers()
+    step = compile_step(model, loss_of, microbatches=2, options={**EAGER, "plan.autotune": True})
+    while not step.tuners:
+        step(batch_of(0))
+    (compiled,) = registry.find_models(model)
+    assert compiled.tuner.is_paused == (not step.tuners[0].is_settled) == (margin < 0.05)
 
 
 @pytest.fixture
