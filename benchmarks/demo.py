@@ -84,7 +84,10 @@ def main(arguments: list[str] | None = None) -> int:
         progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
     )
     print(format_measurement(steps))
-    is_right = is_right and all(each.difference.is_within(steps.task.tolerance) for each in steps.results)
+    wrong = [each for each in steps.results if not each.difference.is_within(steps.task.tolerance)]
+    for each in wrong:
+        print(f"WRONG: {each.variant} trains {each.difference.worst} otherwise than eager: see {steps.task.compared}")
+    is_right = is_right and not wrong
     is_falling = math.isfinite(losses[-1]) and losses[-1] < losses[0]
     if not is_falling:
         print(f"WRONG: the loss did not fall: {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -80,7 +80,7 @@ def pytest_collection_finish() -> None:
     As long as anybody listens to that one, torch prints every graph for it and notes the time of every stage.
     """
     logging.getLogger("torch.__trace").propagate = True
-    if "torch" in sys.modules:  # or eager's numbers, too, may be inaccurate once
+    if "torch" in sys.modules:  # else eager's numbers may be inaccurate, too
         importlib.import_module("apollo_compile.torch_bridge.upstream_bugs.vector_functions").choose_vector_kernels()
 
 

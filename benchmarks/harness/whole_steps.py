@@ -48,7 +48,7 @@ COMPARED = "changes of weights"
 COMPARED_STEPS = 3
 
 SGD_RATE = 0.01
-ADAMW: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-3}
+ADAMW: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-2}
 """A large epsilon: by default AdamW turns gradients that are zero but for rounding, such as those of a key's bias, into
 full steps in a random direction, and no two variants would be alike."""
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-weight = torch.randn(16, 16, requires_grad=True)  # an optimizer or a wrapper would import Dynamo, which takes longer
+weight = torch.randn(16, 16, requires_grad=True)  # an optimizer or DDP would import Dynamo first
 for _ in range(num_steps):
     (gradient,) = torch.autograd.grad((torch.randn(8, 16) @ weight).square().mean(), weight)
     dist.all_reduce(gradient)
