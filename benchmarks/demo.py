@@ -86,7 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(format_measurement(steps))
     wrong = [each for each in steps.results if not each.difference.is_within(steps.task.tolerance)]
     for each in wrong:
-        print(f"WRONG: {each.variant} trains {each.difference.worst} otherwise than eager: see {steps.task.compared}")
+        print(
+            f"WRONG: with {each.variant}, {each.difference.worst} changed otherwise than in eager: off by "
+            f"{each.difference.gradient_rel:.1e} relative, expected at most {steps.task.tolerance:.0e}"
+        )
     is_right = is_right and not wrong
     is_falling = math.isfinite(losses[-1]) and losses[-1] < losses[0]
     if not is_falling:

@@ -19,7 +19,7 @@ _FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp"),
     *("log", "log10", "log2", "sin", "sqrt", "tan", "tanh", "trunc"),
 )
-"""Those that torch takes from MKL."""
+"""Functions that torch takes from MKL."""
 
 
 @functools.cache

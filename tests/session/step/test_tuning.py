@@ -6,12 +6,13 @@ import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from apollo_compile.ir import Role, Variant
+from apollo_compile.ir import Capture, Role, Variant
 from apollo_compile.reports.values import Stage
 from apollo_compile.session import registry
 from apollo_compile.session.step.tuning import StepTuner
@@ -69,7 +70,10 @@ def test_where_the_loop_won_in_an_earlier_process_its_graphs_are_compared(
     """At once, or once the variants of the step that were close to it have lost again."""
     compile_nothing(monkeypatch)
     found = SimpleNamespace(verdict=earlier(Variant.LOOP, Variant.PLAN, margin=margin))
-    recall = lambda self, capture, partition: found if capture.role is Role.STEP else None  # noqa: E731
+
+    def recall(warm_start: WarmStart, capture: Capture, partition: object) -> Any:
+        return found if capture.role is Role.STEP else None  # the loop's graphs are new
+
     monkeypatch.setattr(WarmStart, "recall", recall)
     model = Towers()
     step = compile_step(model, loss_of, microbatches=2, options={**EAGER, "plan.autotune": True})

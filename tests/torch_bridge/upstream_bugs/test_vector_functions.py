@@ -1,4 +1,4 @@
-"""Which functions of MKL are called before lanes start.
+"""Functions of MKL that are called before lanes start.
 
 That MKL is inaccurate in a first call is seen in one of twenty processes, on busy cores only; so a test looks at its
 version. By hand, in several processes at once: `(torch.sin(x) - torch.sin(x)).abs().max()` for x of 512 x 512.
@@ -28,7 +28,7 @@ FUNCTIONS = (
     *("Floor", "Inv", "InvSqrt", "LGamma", "Ln", "Log10", "Log1p", "Log2", "Logb", "NearbyInt"),
     *("Rint", "Round", "Sin", "Sinh", "Sqr", "Sqrt", "Tan", "Tanh", "TGamma", "Trunc"),
 )
-"""Of one argument, by their names in MKL."""
+"""Functions of one argument, by their names in MKL."""
 
 
 def test_torch_has_an_mkl_that_chooses_kernels_without_a_lock() -> None:
