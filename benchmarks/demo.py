@@ -84,13 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
     )
     print(format_measurement(steps))
-    wrong = [each for each in steps.results if not each.difference.is_within(steps.task.tolerance)]
-    for each in wrong:
-        print(
-            f"WRONG: with {each.variant}, {each.difference.worst} changed otherwise than in eager: off by "
-            f"{each.difference.gradient_rel:.1e} relative, expected at most {steps.task.tolerance:.0e}"
-        )
-    is_right = is_right and not wrong
+    is_right = _print_differences(steps) and is_right
     is_falling = math.isfinite(losses[-1]) and losses[-1] < losses[0]
     if not is_falling:
         print(f"WRONG: the loss did not fall: {losses[0]:.4f} -> {losses[-1]:.4f}")
@@ -127,19 +121,19 @@ def _progress(steps: int, losses: list[float]) -> Iterator[int]:
 
 
 def _print_differences(measurement: Measurement) -> bool:
-    is_right = True
+    is_right, task = True, measurement.task
     for result in measurement.results:
         difference = result.difference
-        is_within = difference.is_within(measurement.task.tolerance)
+        is_within = difference.is_within(task.tolerance)
         is_right = is_right and is_within
-        verdict = "ok" if is_within else f"WRONG, more than {measurement.task.tolerance:.0e}"
+        verdict = "ok" if is_within else f"WRONG, more than {task.tolerance:.0e}"
         print(
             f"{result.variant:21s} loss {result.loss:.6f}, off by {difference.loss_abs:.1e} ({difference.loss_rel:.1e} "
-            f"relative); gradients off by at most {difference.gradient_abs:.1e} ({difference.gradient_rel:.1e} "
+            f"relative); {task.compared} off by at most {difference.gradient_abs:.1e} ({difference.gradient_rel:.1e} "
             f"relative, {difference.worst or '-'}): {verdict}"
         )
         if difference.unmatched:
-            print(f"{'':21s} gradients that only one side has: {', '.join(difference.unmatched)}")
+            print(f"{'':21s} {task.compared} that only one side has: {', '.join(difference.unmatched)}")
     return is_right
 
 
