@@ -166,7 +166,7 @@ class Linker:
             is_alike_in_eager=not target.captures and is_alike_in_eager(program),
             traced=make_traced_step(program) if is_compared and not target.captures else None,
             prepare_whole=partial(self._add_whole, program, graph, compose) if may_compile_whole else None,
-            leave_loop=graph.model.tuner.resume,
+            loop=graph.model.tuner,
         )
 
     def _add_whole(self, program: StepProgram, graph: LossGraph, compose: Compose) -> None:

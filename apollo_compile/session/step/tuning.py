@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from apollo_compile.autotune.candidates import Candidate, CandidateError, CompileBudget
 from apollo_compile.autotune.comparison import typical_steps
+from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.reports.values import Stage, State
@@ -41,7 +42,7 @@ class StepTuner:
         is_alike_in_eager: whether the loop in eager computes the same, so that it may be compared.
         traced: the step as Inductor traces it; None where it may not take steps.
         prepare_whole: adds the variant `INDUCTOR`, Inductor's whole graphs in turn; None if that cannot be compiled.
-        leave_loop: called where the loop is the fastest, so that its graphs are compared by themselves.
+        loop: tuner of the loop's graphs, which compares them where the loop is the fastest.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StepTuner:
         is_alike_in_eager: bool,
         traced: TracedStep | None,
         prepare_whole: Callable[[], None] | None,
-        leave_loop: Callable[[], None],
+        loop: GraphTuner,
     ) -> None:
         self.program = program
         self.held_back: str | None = None
@@ -63,7 +64,7 @@ class StepTuner:
         self._is_compared = is_compared
         self.traced = traced
         """The step as Inductor traces it; None where it may not take steps, and once it has lost."""
-        self._leave_loop = leave_loop
+        self._loop = loop
         self._number = 0
         """Number of the latest step among all steps."""
         self._was_unready = False
@@ -95,7 +96,7 @@ class StepTuner:
     @property
     def is_more_to_come(self) -> bool:
         """Whether candidates are still to be compiled, once that is a small share of the training time."""
-        return self._tuner.is_more_to_come
+        return self._tuner.is_more_to_come or (self.current is Variant.LOOP and self._loop.tuner.is_more_to_come)
 
     @property
     def current(self) -> Variant:
@@ -149,12 +150,13 @@ class StepTuner:
         """The progress of its comparison, or the winner; and why a step is a loop instead, if it is."""
         verdict, tuner = self.verdict, self._tuner
         if not self.is_settled:
+            loop = "" if self._loop.is_settled else f"graphs of the {Variant.LOOP}: {self._loop.progress}"
             return State(
                 graph=self.program.name,
                 stage=Stage.MEASURING,
-                detail=tuner.progress + self._now,
-                num_steps=tuner.steps_left,
-                left_ns=tuner.left_ns,
+                detail="; ".join(filter(None, (tuner.progress, loop))) + self._now,
+                num_steps=tuner.steps_left + self._loop.steps_left,
+                left_ns=tuner.left_ns or self._loop.left_ns,
             )
         num_lanes = self.program.variants.compilation.plan.num_lanes
         return State(
@@ -171,7 +173,7 @@ class StepTuner:
         return f"; now a {Variant.LOOP}: {self.held_back}" if self.held_back else ""
 
     def __str__(self) -> str:
-        if self._tuner.is_comparing:
+        if not self.is_settled:
             return str(self.state)
         return f"{self.verdict}{self._now}" if self.verdict is not None else f"{self.current}{self._now}"
 
@@ -181,6 +183,7 @@ class StepTuner:
         program = self.program
         loops = (Variant.LOOP, Variant.EAGER) if is_alike_in_eager else (Variant.LOOP,)
         own = {each: Candidate(variant=each) for each in (*loops, *program.variants.available)}
+        own[Variant.LOOP] = Candidate(variant=Variant.LOOP, is_ready=lambda: self._loop.is_settled)
         if self.traced is not None:  # it is Inductor's code of the whole step, too
             own[Variant.TRACED] = Candidate(
                 variant=Variant.TRACED, is_late=True, cost_ns=compile_ns(program), is_ready=self._is_traced_ready
@@ -202,7 +205,7 @@ class StepTuner:
         if verdict is not None and any(each.variant is verdict.winner for each in candidates):
             self._tuner.adopt(verdict, candidates)
             if verdict.winner is Variant.LOOP and not self._tuner.is_comparing:
-                self._leave_loop()
+                self._loop.resume()
         else:
             self._tuner.offer(candidates, incumbent=Variant.LOOP)
 
@@ -218,4 +221,4 @@ class StepTuner:
         if verdict.is_reliable:
             self._warm_start.keep(self.program.variants.compilation, verdict.winner, verdict)
         if verdict.winner is Variant.LOOP:
-            self._leave_loop()
+            self._loop.resume()

@@ -63,11 +63,11 @@ def test_a_later_process_begins_with_what_was_found(tmp_path: Path) -> None:
     assert not first.is_remembered and not other.is_remembered
 
 
-@pytest.mark.parametrize("margin", [1.0, 0.01], ids=["by far", "by little"])
+@pytest.mark.parametrize(("margin", "bodies"), [(1.0, "native"), (0.01, "eager")], ids=["by far", "by little"])
 def test_where_the_loop_won_in_an_earlier_process_its_graphs_are_compared(
-    margin: float, monkeypatch: pytest.MonkeyPatch
+    margin: float, bodies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, or once the variants of the step that were close to it have lost again."""
+    """At once, or once the variants of the step that were close to it have lost again; the step is settled then."""
     compile_nothing(monkeypatch)
     found = SimpleNamespace(verdict=earlier(Variant.LOOP, Variant.PLAN, margin=margin))
 
@@ -76,11 +76,20 @@ def test_where_the_loop_won_in_an_earlier_process_its_graphs_are_compared(
 
     monkeypatch.setattr(WarmStart, "recall", recall)
     model = Towers()
-    step = compile_step(model, loss_of, microbatches=2, options={**EAGER, "plan.autotune": True})
+    options = {**EAGER, "runtime.bodies": bodies, "plan.autotune": True}
+    step = compile_step(model, loss_of, microbatches=2, options=options)
     while not step.tuners:
         step(batch_of(0))
     (compiled,) = registry.find_models(model)
-    assert compiled.tuner.is_paused == (not step.tuners[0].is_settled) == (margin < 0.05)
+    assert compiled.tuner.is_paused == (margin < 0.05)
+    (tuner,), before = step.tuners, ""
+    while not tuner.is_settled:
+        before = status(step)
+        step(batch_of(0))
+    assert compiled.tuner.is_settled and "measuring" in before and "settled" in status(step)
+    if margin > 0.05:  # nothing but the loop ran
+        assert compiled.verdict is not None and tuner.current is Variant.LOOP
+        assert re.search(r"about \d+ steps? .*left: graphs of the loop over micro-batches: \S+", before)
 
 
 @pytest.fixture
