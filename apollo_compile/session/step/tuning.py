@@ -163,14 +163,15 @@ class StepTuner:
             graph=self.program.name,
             stage=Stage.SETTLED,
             detail=describe_result(verdict, [tuner.current], num_lanes)
-            + f"; {NOT_YET}" * self.is_more_to_come
-            + self._now,
+            + self._now
+            + f"; {NOT_YET}" * self.is_more_to_come,
             num_steps=0 if verdict is None or verdict.is_remembered else verdict.num_steps,
         )
 
     @property
     def _now(self) -> str:
-        return f"; now a {Variant.LOOP}: {self.held_back}" if self.held_back else ""
+        graphs = f"; its graphs: {self._loop.tuner.winner}" * (self.is_settled and self.current is Variant.LOOP)
+        return f"{graphs}; now a {Variant.LOOP}: {self.held_back}" if self.held_back else graphs
 
     def __str__(self) -> str:
         if not self.is_settled:

@@ -90,6 +90,7 @@ def test_where_the_loop_won_in_an_earlier_process_its_graphs_are_compared(
     if margin > 0.05:  # nothing but the loop ran
         assert compiled.verdict is not None and tuner.current is Variant.LOOP
         assert re.search(r"about \d+ steps? .*left: graphs of the loop over micro-batches: \S+", before)
+        assert f"measured in an earlier run; its graphs: {compiled.verdict.winner}" in status(step)
 
 
 @pytest.fixture
