@@ -7,6 +7,7 @@ under the key of the program, like the findings about graphs.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 
 from apollo_compile.autotune.candidates import Candidate, CandidateError, CompileBudget
@@ -155,7 +156,7 @@ class StepTuner:
                 graph=self.program.name,
                 stage=Stage.MEASURING,
                 detail="; ".join(filter(None, (tuner.progress, loop))) + self._now,
-                num_steps=tuner.steps_left + self._loop.steps_left,
+                num_steps=tuner.steps_left + math.ceil(self._loop.steps_left / self.program.step.num_micro_batches),
                 left_ns=tuner.left_ns or self._loop.left_ns,
             )
         num_lanes = self.program.variants.compilation.plan.num_lanes
@@ -174,9 +175,7 @@ class StepTuner:
         return f"{graphs}; now a {Variant.LOOP}: {self.held_back}" if self.held_back else graphs
 
     def __str__(self) -> str:
-        if not self.is_settled:
-            return str(self.state)
-        return f"{self.verdict}{self._now}" if self.verdict is not None else f"{self.current}{self._now}"
+        return f"{self.verdict or self.current}{self._now}" if self.is_settled else str(self.state)
 
     # ------------------------------------------------------------------------------------------------- its parts
 
