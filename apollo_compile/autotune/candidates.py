@@ -30,7 +30,7 @@ class Candidate:
     is_urgent: Callable[[Verdict], bool] | None = None
     """Whether a late candidate is compiled at once, given the verdict without it; None if it never is."""
     is_ready: Callable[[], bool] = lambda: True
-    """Whether its steps may be timed; until then it runs untimed steps, in which it compiles."""
+    """Whether its steps may be timed; until then it runs untimed steps, in which it compiles or is tuned."""
 
 
 class Candidates:
@@ -91,7 +91,7 @@ class Candidates:
         self._late, self._lost = {**self._lost, **self._late}, {}
 
     def unready(self, variants: Iterable[Variant]) -> Variant | None:
-        """Return one of these that still compiles in its own steps; None if there is none."""
+        """Return one of these whose steps may not be timed yet; None if there is none."""
         known = (self._all[each] for each in variants if each in self._all)
         return next((each.variant for each in known if not each.is_ready()), None)
 

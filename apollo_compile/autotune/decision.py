@@ -35,7 +35,7 @@ class Decision:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is being compared: there is a winner, and it is compiled."""
+        """Whether nothing is being compared: there is a winner, and it is ready."""
         is_waiting = self._unready() is not None or self._candidates.urgent(self.verdict) is not None
         return self._comparison is None and bool(self._candidates) and not is_waiting
 
@@ -88,7 +88,7 @@ class Decision:
         self._comparison = None
 
     def _unready(self) -> Variant | None:
-        """Return a candidate that still compiles in its own steps; None if there is none."""
+        """Return a candidate whose steps may not be timed yet; None if there is none."""
         names = [self.winner] if self._comparison is None else self._comparison.names
         return self._candidates.unready(map(Variant, names))
 

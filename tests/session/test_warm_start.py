@@ -243,7 +243,7 @@ def train_for_a_process() -> list[Any]:
 
 
 def test_a_second_process_begins_with_what_the_first_one_compiled(tmp_path: Path) -> None:
-    """The same numbers from the same seed.
+    """Numbers from the same seed are the same.
 
     Both run outside of this process: AOTAutograd's key has the name of the module that imported torch first, because
     pickle finds `torch.contiguous_format` there, and here that module depends on the tests that run.

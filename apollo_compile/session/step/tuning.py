@@ -91,7 +91,7 @@ class StepTuner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the variant that runs is known and compiled, unless something holds it back."""
+        """Whether the variant that runs is known and ready, unless something holds it back."""
         return self._tuner.is_settled or (self.held_back is not None and not self._tuner.is_comparing)
 
     @property
