@@ -7,6 +7,7 @@ backend in a compile, as for DDP's buckets, later ones are `0/0.2`, `0/0.3`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
@@ -14,7 +15,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -36,8 +37,14 @@ _outside = itertools.count(1)
 def compile_apart(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Return `torch.compile(function, ...)` with cache entries of its own, so that no recompile limit is shared."""
     compile_function: Callable[..., Callable[..., Any]] = torch.compile
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    return compile_function(function, **settings, **apart)
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        return compile_function(function, **settings, isolate_recompiles=True)
+    if isinstance(function, FunctionType):  # entries belong to code, so it gets a copy of that
+        code, names = function.__code__.replace(), function.__globals__
+        own = FunctionType(code, names, argdefs=function.__defaults__, closure=function.__closure__)
+        own.__kwdefaults__ = function.__kwdefaults__
+        function = functools.update_wrapper(own, function)
+    return compile_function(function, **settings)
 
 
 def name_dynamo_graph() -> str:

@@ -21,6 +21,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
+from torch.torch_version import TorchVersion
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.torch_bridge.cpp_wrapper import lane_wrapper
@@ -109,9 +110,12 @@ def body_options() -> dict[str, Any]:
 
     The lane sets the number of threads at run time; it is not compiled into the code. On a GPU we capture one CUDA
     graph over all lanes ourselves. A cooperative reduction launches as many blocks as the device has SMs, which wait
-    for each other, and would hang on a lane with fewer SMs.
+    for each other, and would hang on a lane with fewer SMs. Before torch 2.13 Inductor's C++ template of `bmm` is for
+    one number of threads, whatever `dynamic_threads` says.
     """
+    is_old = TorchVersion(torch.__version__) < "2.13"
     return {
+        **({"max_autotune_gemm_backends": "ATEN,TRITON"} if is_old else {}),
         "cpp.dynamic_threads": True,
         "triton.cudagraphs": False,
         "triton.cooperative_reductions": False,

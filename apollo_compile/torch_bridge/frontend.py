@@ -27,6 +27,7 @@ from apollo_compile.target.target import Run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache, CachedGraph, unbundled_by
 from apollo_compile.torch_bridge.joint_passes import JointPasses
 from apollo_compile.torch_bridge.traced_backward import remember_modules
+from apollo_compile.torch_bridge.upstream_bugs.skipped_guards import check_parameters
 
 InnerCompile = Callable[..., tuple[Run, Bundle | None]]
 """`compile(graph_module, example_inputs, **kwargs)`; the bundle is None if the graph must not be cached."""
@@ -73,6 +74,7 @@ def compile_with_inductor(
         patches["force_non_lazy_backward_lowering"] = True
     graphs: list[CachedGraph] = []
     remember_modules(graph_module)
+    check_parameters()
 
     def compile_behind_passes(*args: Any, **kwargs: Any) -> Any:
         with (
@@ -128,6 +130,7 @@ def compile_plainly(
         backward_at_once: raise what compiling the backward raises, instead of when the backward is first called.
     """
     patches = {"force_non_lazy_backward_lowering": True} if backward_at_once else {}
+    check_parameters()
     with functorch_config.patch(patches):
         return compile_fx(  # type: ignore[return-value]
             graph_module, list(example_inputs), config_patches=dict(settings)

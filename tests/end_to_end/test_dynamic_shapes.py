@@ -113,6 +113,9 @@ def test_compiled_code_of_every_variant_serves_every_size() -> None:
 
 
 @needs_two_cores
+@pytest.mark.skipif(
+    not hasattr(ShapeEnv, "error_on_new_guards"), reason="Inductor's graph is compared with later releases"
+)
 @sizes("the comparison of variants")
 def test_variants_are_compared_by_times_for_as_many_elements() -> None:
     """Whatever sizes come; then the winner runs, and other sizes are no drift."""

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
 import apollo_compile  # noqa: E402
+from apollo_compile.torch_bridge.compile_context import compile_apart  # noqa: E402
 
 OPTIONS = {"runtime.bodies": "eager", "plan.planner": "greedy", "plan.autotune": False}
 FLOOR = -1e9
@@ -99,7 +100,7 @@ def num_graphs(run: Callable[..., Any], *inputs: Tensor) -> int:
         found.append(graph_module)
         return graph_module
 
-    torch.compile(run, backend=count, isolate_recompiles=True)(*inputs)
+    compile_apart(run, backend=count)(*inputs)
     return len(found)
 
 
@@ -107,7 +108,7 @@ def test_a_model_warns_once_of_many_graphs(trained: Trained) -> None:
     """As soon as there are many, with the line of code and what to compile; the second call says nothing."""
     (line,) = (line for line in trained.lines if "falls into" in line)
     assert line.startswith("Sighted falls into more than 8 graphs, between which nothing overlaps: 1 of 8 graph breaks")
-    assert f"{__file__}:31 in forward: x = self.layers[0](x) if x.sum().item() > FLOOR else x (" in line
+    assert f"{__file__}:32 in forward: x = self.layers[0](x) if x.sum().item() > FLOOR else x (" in line
     assert line.endswith("; compile language instead, where no graph broke so far (66% of the parameters)")
     assert "\n" not in line
 

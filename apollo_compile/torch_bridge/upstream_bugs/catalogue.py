@@ -80,6 +80,14 @@ UPSTREAM_BUGS = (
         test="test_torch_adds_transposed_values_elsewhere",
     ),
     UpstreamBug(
+        file="skipped_guards.py",
+        defect="runs the graph from before where parameters were frozen, thawed or converted in place",
+        report="https://github.com/pytorch/pytorch/issues/139476",
+        seen_in=("2.11",),
+        fixed_in="2.13",  # 2.12 was not tried
+        test="test_torch_does_not_see_that_a_layer_is_frozen",
+    ),
+    UpstreamBug(
         file="vector_functions.py",
         defect="loses half of the digits of a function such as tanh where two threads make its first call",
         report="https://github.com/pytorch/pytorch/issues/188792",  # oneMKL from 2025.0 on does not
