@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +33,14 @@ def report(model: Callable[..., Any] | Step | None = None) -> Report:
     if isinstance(model, Step):
         return _report_step(model)
     found = _find(model, "report")
+    counted = _with_state(found)
     merged = merge_reports(
         Report(
             graphs=tuple(_summarize(entry)),
             fallbacks=tuple(entry.fallbacks),
             verdicts=tuple(entry.verdicts),
             breaks=() if entry.graph_break is None else (entry.graph_break,),
-            states=(entry.state(),),
+            states=(entry.state(),) if entry in counted else (),
         )
         for entry in found
     )
@@ -78,8 +79,15 @@ def status(model: Callable[..., Any] | None = None) -> str:
     Raises:
         TargetError: `model` is not callable.
     """
-    states = model.states if isinstance(model, Step) else [entry.state() for entry in _find(model, "status")]
+    states = (
+        model.states if isinstance(model, Step) else [entry.state() for entry in _with_state(_find(model, "status"))]
+    )
     return describe_state(merge_reports(map(_report_state, states)).states) or NOTHING_YET
+
+
+def _with_state(models: Sequence[CompiledModel]) -> Sequence[CompiledModel]:
+    """Return the models without those whose only call raised, if another one has run."""
+    return [model for model in models if model.fallbacks or any(graph.has_run for graph in model.graphs)] or models
 
 
 def _report_state(state: State) -> Report:

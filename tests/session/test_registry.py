@@ -51,6 +51,23 @@ def test_what_has_no_parameters_has_a_report(run: Any) -> None:
     assert apollo_compile.report(run).graphs == graphs
 
 
+def test_a_graph_whose_only_call_raised_is_not_measured() -> None:
+    """A step that a user catches and goes on from: the graphs that run are settled."""
+    torch._dynamo.reset()
+    model = nn.Linear(8, 8)
+    options = {"plan.planner": "serial", "plan.autotune": False, "runtime.bodies": "eager"}
+    compiled = torch.compile(model, backend="apollo", options=options)
+    with torch.no_grad():
+        compiled(torch.ones(4, 8))
+        with pytest.raises(RuntimeError, match="dtype"):
+            compiled(torch.ones(4, 8, dtype=torch.float64))
+        for _ in range(20):
+            compiled(torch.ones(4, 8))
+    assert len(registry.find_models(model)) == 2
+    assert apollo_compile.status(model).startswith("settled")
+    assert apollo_compile.report(model).metrics()["apollo/settled"] == 1.0
+
+
 @dataclass(eq=False)
 class Known:
     """What the registry asks of a compiled model."""
