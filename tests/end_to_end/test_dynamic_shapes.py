@@ -114,7 +114,7 @@ def test_compiled_code_of_every_variant_serves_every_size() -> None:
 
 @needs_two_cores
 @pytest.mark.skipif(
-    not hasattr(ShapeEnv, "error_on_new_guards"), reason="Inductor's graph is compared with later releases"
+    not hasattr(ShapeEnv, "error_on_new_guards"), reason="this torch cannot compare Inductor's graph for dynamic sizes"
 )
 @sizes("the comparison of variants")
 def test_variants_are_compared_by_times_for_as_many_elements() -> None:
