@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from apollo_compile.planner.solve import WORK_SHARE, Effort
 from benchmarks.robustness import TESTS
 from benchmarks.sweep import make_options
 from tests.conftest import name_of_line
@@ -46,6 +47,17 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _plans_do_not_depend_on_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the amount of work end each search for a plan, since other tests take the cores for a while."""
+
+    def without_hurry(*, time_limit_s: float, **settings: Any) -> Effort:
+        settings["work_s"] = WORK_SHARE * time_limit_s
+        return Effort(time_limit_s=10 * time_limit_s, **settings)
+
+    monkeypatch.setattr("apollo_compile.passes.plan.Effort", without_hurry)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,8 @@ autocast: memory of weights is written to; autocast: a weight read inside and ou
 parameters without an optimizer; weights are loaded by assignment; the step of an optimizer is replaced
 an optimizer of the user; settings of modules change; the model is switched to evaluation
 two parameters with one gradient, clipped; a tensor that is replaced; a weight that another step changes
-a number that grows from step to step; 2 micro-batches of two towers
+a number that grows from step to step; 2 micro-batches of two towers; a NaN while anomalies are looked for
+a dispatch mode comes and goes
 """
 EVERY_TIME = frozenset(_EVERY_TIME.strip().replace("\n", "; ").split("; "))
 """A tenth of the cases, some of every subject; the others run in `make soak`."""

@@ -21,6 +21,7 @@ from apollo_compile.session.step.split import kind_of
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.dynamo_graph import return_read_tensors
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of, way_out
+from apollo_compile.torch_bridge.modes import is_each_operator_seen
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class CompiledLoss:
         def loss_of_any(part: Any) -> Any:  # a code object of its own, whose compiles count apart
             return detach_others(loss_fn(model, part))
 
+        self._uncompiled = loss_of
         # Dynamo keeps backends for good.
         backend = partial(_compile_and_note, weakref.ref(self.notes), options)
         self.call = compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True)
@@ -79,7 +81,9 @@ class CompiledLoss:
         self._in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
 
     def compute(self, part: Any) -> Any:
-        """Call the loss function, compiled for this kind of micro-batch, or for all sizes and in pieces."""
+        """Call the loss function: as it is under a dispatch mode, else compiled for this kind, or for all in pieces."""
+        if is_each_operator_seen():
+            return self._uncompiled(part)
         if not self._has_own_graph(part):
             return self._in_pieces(part)
         try:
@@ -136,7 +140,8 @@ class CompiledLoss:
                 if problem_of(error) is None:
                     raise
                 return None  # the loop runs this one in pieces
-        return None if any(each.graph is not graph for each in noted) else (noted, returned)
+        is_linked = len(noted) == len(parts) and all(each.graph is graph for each in noted)
+        return (noted, returned) if is_linked else None
 
     def _has_own_graph(self, part: Any) -> bool:
         """Whether a kind of micro-batch has a graph of its own or is to get one, as the first and frequent ones do."""

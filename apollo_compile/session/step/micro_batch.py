@@ -93,6 +93,10 @@ class MicroBatchGraphs:
         """The device of its tensors."""
         return next(tensor.device for tensor in self.state.values())
 
+    def is_of_parameters_in(self, inputs: Sequence[object]) -> bool:
+        """Return whether these inputs of the forward have the parameters that get gradients."""
+        return all(inputs[place] is parameter for place, parameter in self.parameters.items())
+
 
 def find_micro(
     model: CompiledModel,

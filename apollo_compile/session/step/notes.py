@@ -153,6 +153,8 @@ class Notes:
         if self._noted is None:
             self.latest = graph
             outputs = graph.compiled(*inputs)
+            if graph.micro is not None and not graph.micro.is_of_parameters_in(inputs):
+                graph.unlink()
             if self._num_parts not in graph.outcomes:
                 owned, tensors = self._owned(), {p: x for p, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
                 besides = {place: tensor for place, tensor in tensors.items() if id(tensor) not in owned}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,6 +16,8 @@ from apollo_compile.session.step.graph import StepGraph, plan_step
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.variants import Variants
 from apollo_compile.target.target import Code, Contract, Target
+from apollo_compile.torch_bridge.gradients import find_shared, leave_gradients, own_gradients
+from apollo_compile.torch_bridge.modes import mode_against_programs
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.torch_bridge.private_attributes import have_gradient_hooks
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedOptimizer
@@ -94,6 +95,8 @@ class StepProgram:
         A program adds to existing gradients, as `backward` does, except where clipping, other ranks or the optimizer
         inside would need them.
         """
+        if (mode := mode_against_programs()) is not None:
+            return mode
         if self.optimizer is not None:
             self.optimizer.refresh()
             if (reason := self.optimizer.reason_against()) is not None:
@@ -119,9 +122,8 @@ class StepProgram:
     def takes(self, inputs: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Whether all micro-batches share the tensors that they shared when it was linked, and gradients go to them."""
         first, *others = inputs
-        parameters = self.micro.parameters
         is_shared = all(each[place] is first[place] for each in others for place in self.micro.state)
-        return is_shared and all(map(operator.is_, [first[place] for place in parameters], self.parameters))
+        return is_shared and self.micro.is_of_parameters_in(first)
 
     def reason_against(self, inputs: Sequence[Sequence[torch.Tensor]]) -> str | None:
         """Return why these micro-batches cannot be taken now; None if they can.
@@ -237,43 +239,3 @@ def load_step(
     )
     code = Code(bodies=tuple(step.bodies), contract=contract, is_all_or_nothing=True)
     return Variants(compilation, code, target)
-
-
-def leave_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Store gradients in `.grad`, added to existing ones."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
-
-
-def find_shared(
-    gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], taken: Collection[int]
-) -> Collection[int]:
-    """Return places of gradients that autograd would not leave in `.grad` as they are.
-
-    There they are laid out like their parameters, each in memory of its own.
-
-    Arguments:
-        gradients: by parameter.
-        parameters: of these gradients.
-        taken: addresses of memory that is in use.
-    """
-    used, found = set(taken), set[int]()
-    for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        memory = gradient.untyped_storage().data_ptr()
-        if memory in used or gradient.stride() != parameter.stride():
-            found.add(place)
-        used.add(memory)
-    return found
-
-
-def own_gradients(
-    gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], shared: Collection[int]
-) -> Sequence[torch.Tensor]:
-    """Return gradients, those at the `shared` places copied into memory laid out like their parameters."""
-    owned = list(gradients)
-    for place in shared:
-        owned[place] = torch.empty_like(parameters[place]).copy_(gradients[place])
-    return owned

@@ -18,8 +18,9 @@ from apollo_compile.operators.table import find_operator
 from apollo_compile.progress import Progress
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
-from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
+from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.returned import find_loss, loss_in
+from apollo_compile.torch_bridge.gradients import find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
 from apollo_compile.torch_bridge.trees import map_tensors

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.end_to_end.step_cases.cases import CHANGE, EITHER, RAISES, Training, add, case, train
+from tests.end_to_end.step_cases.cases import CHANGE, EITHER, RAISES, Training, add, loop, train
 from tests.end_to_end.step_cases.models import CLASSES, WIDTH, Batch, Towers, adamw, chain, mse, rows, sgd
 
 # ---------------------------------------------------------------------------------------------------- what is trained
@@ -190,20 +192,37 @@ within("gradients are off around the step", "Backward raises, in eager too.", ar
 within("inference mode around the step", "Backward raises, in eager too.", around=torch.inference_mode, **RAISES)
 within("gradients are on around the step", "As they are.", around=torch.enable_grad)
 within("deterministic algorithms", "Nothing is compared.", around=deterministic, rtol=1e-6, atol=1e-7)
-within("anomalies are looked for", around=partial(torch.autograd.set_detect_anomaly, True), **EITHER)
+anomalies = partial(_within, torch.autograd.set_detect_anomaly, True, False)
+follows_no_mode = loop("torch looks for anomalies")
+within(
+    "anomalies are looked for",
+    "By backward functions, which programs do not have.",
+    around=anomalies,
+    **follows_no_mode,
+)
 within("another device by default", "The same one, in fact.", around=partial(torch.device, "cpu"))
 
 
-@case(**EITHER)
-def autocast_comes_and_goes() -> Training:
-    """Around some steps."""
-    count = [0]
+def _at_times(inside: Callable[[], Any], **settings: Any) -> Training:
+    count = itertools.count(1)
+    return train(Towers, by=adamw, around=lambda: inside() if next(count) % 4 > 1 else nullcontext(), **settings)
 
-    def around() -> Any:
-        count[0] += 1
-        return bfloat16(enabled=count[0] % 4 < 2)
 
-    return train(Towers, by=adamw, around=around)
+def _loss_with_nan_in_backward(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mse(model, batch) + 0 * (batch["factor"].mean() * model.left[0].weight.square().sum()).sqrt()
+
+
+def _with_nan_at_times(number: int) -> dict[str, Any]:
+    return {**rows(number), "factor": torch.full((12,), float(number not in FAILS))}
+
+
+finds = {"loss": _loss_with_nan_in_backward, "batch": _with_nan_at_times, "fails": True}
+within("a NaN while anomalies are looked for", "An error says so.", around=anomalies, **finds, **follows_no_mode)
+at_times = partial(add, make=_at_times, **EITHER)
+at_times("autocast comes and goes", inside=bfloat16)
+at_times("a dispatch mode comes and goes", "It counts.", inside=FlopCounterMode, reason="to see each operator")
+eager = partial(torch.compiler.set_stance, "force_eager")
+at_times("torch.compile is told to run eager at times", inside=eager, reason="set_stance asks for 'force_eager'")
 
 
 add("dynamo forgets everything", "As a notebook might ask it to.", change=lambda _: torch._dynamo.reset())

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from apollo_compile.session.step.program import find_shared, own_gradients
+from apollo_compile.ir import Variant
 from apollo_compile.session.step.split import split_evenly
 from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
 from tests.end_to_end.twins import (
@@ -117,13 +118,22 @@ def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
     assert left.grad is not None and "does not step some parameters" in "".join(step.verdicts)
 
 
-def test_gradients_get_memory_of_their_own_laid_out_like_their_parameters() -> None:
-    """Where it is that of another gradient or of an input, or is laid out otherwise."""
-    given, other = torch.ones(2, 3), torch.ones(2, 3)
-    parameters = [torch.zeros(2, 3)] * 4
-    gradients = [other, other, given, torch.ones(3, 2).T]
-    shared = find_shared(gradients, parameters, [given.untyped_storage().data_ptr()])
-    assert set(shared) == {1, 2, 3}
-    owned = own_gradients(gradients, parameters, shared)
-    assert owned[0] is other and all(each.stride() == (3, 1) for each in owned)
-    assert len({each.data_ptr() for each in (*owned, given)}) == 5
+def test_a_layer_that_is_replaced_by_one_of_the_same_shape_gets_a_program() -> None:
+    """Dynamo calls the same graph, with other parameters, and the optimizer steps these instead."""
+    torch._dynamo.reset()
+    model, eager = Towers(), Towers()
+    eager.load_state_dict(model.state_dict())
+    optimizer, others = sgd(model.parameters()), sgd(eager.parameters())
+    step = release(model, loss_of, optimizer, options=EAGER)
+    for number in range(10):
+        if number == 4:
+            assert step.tuners
+            for each, updates in ((model, optimizer), (eager, others)):
+                torch.manual_seed(0)
+                each.left[0][0] = nn.Linear(16, 16)
+                updates.param_groups[0]["params"] = list(each.parameters())
+        step(batch_of(number))
+        run_loop(eager, loss_of, [batch_of(number)], others)
+    torch.testing.assert_close(state_of(model), state_of(eager), rtol=1e-4, atol=1e-5)
+    (tuner,) = step.tuners
+    assert tuner.current is not Variant.LOOP and tuner.held_back is None
