@@ -16,11 +16,20 @@ import torch
 from torch import fx
 from torch._dynamo.exc import SkipFrame
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch.fx.proxy import _COPY_META_FIELDS
 
 _logger = logging.getLogger(__name__)
 
 _CACHE_HASH = "apollo: torch.autograd.grad with numbered nodes"
 """Tells AOTAutograd's cache that `differentiate` depends on nothing but its arguments."""
+
+_MARK = "autograd_backward"
+"""Key of `meta` by which torch marks the nodes that autograd made."""
+
+_IS_MARKED_BY_TORCH = hasattr(fx.traceback, "_mark_autograd_backward")
+"""False in torch 2.11, which copies the mark to nodes once it is told to."""
+if not _IS_MARKED_BY_TORCH:
+    _COPY_META_FIELDS.append(_MARK)
 
 
 def refuse_hooks(graph_module: fx.GraphModule, tensors: Iterable[torch.Tensor]) -> None:
@@ -62,7 +71,12 @@ def differentiate(
     """Return what `torch.autograd.grad` returns; while that is traced, nodes get the numbers of the forward's nodes."""
     tensors = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
     setup_stacktrace_preservation_hooks([each.grad_fn for each in tensors if each.grad_fn is not None])
-    gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(outputs, *args, **kwargs)
+    if not _IS_MARKED_BY_TORCH:
+        fx.traceback.current_meta[_MARK] = True
+    try:
+        gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(outputs, *args, **kwargs)
+    finally:
+        fx.traceback.current_meta.pop(_MARK, None)
     return gradients
 
 
@@ -87,7 +101,7 @@ def name_backward(graph: fx.Graph) -> None:
 
 def is_backward(node: fx.Node) -> bool:
     """Whether autograd made the node."""
-    return bool(node.meta.get("autograd_backward"))
+    return bool(node.meta.get(_MARK))
 
 
 def is_whole_step(graph_module: fx.GraphModule) -> bool:
