@@ -58,6 +58,7 @@ def compile_dynamo_graph(
         storages=storages_of(tensors),
         code=traced_code(),
         called=called,
+        kind=None if called is None else type(called()),
         num_before=num_graphs_of(called, besides=name),
         ranks=find_ranks(),
         is_for_step=is_for_step,

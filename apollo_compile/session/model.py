@@ -59,6 +59,8 @@ class CompiledModel:
     """Why Dynamo compiled the code again, as the end of a phrase; empty for a first compile."""
     called: weakref.ref[Callable[..., Any]] | None = None
     """The argument of `torch.compile`, where it is known."""
+    kind: type | None = None
+    """Class of `called`, which may be gone: Dynamo shares compiled code between the instances of a class."""
     num_before: int = 0
     """Number of other graphs of the same call that were compiled before."""
     has_warned: bool = False

@@ -12,7 +12,7 @@ import torch
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.torch_bridge.compile_context import code_of, is_part_of, original_callable
+from apollo_compile.torch_bridge.compile_context import code_of, is_compiled, is_part_of, original_callable, owner_of
 from apollo_compile.torch_bridge.fragments import describe_fragments
 from apollo_compile.torch_bridge.storages import storages_of
 
@@ -35,15 +35,15 @@ def compiled_models() -> list[CompiledModel]:
 def find_models(model: Callable[..., Any]) -> list[CompiledModel]:
     """Return the compiled models of a module, a function or a method; it may be the original or the compiled one.
 
-    A module with parameters or buffers, or a method of it, is found by graphs that read any of them. Anything else is
-    found by its code, including the resume functions that Dynamo makes after a graph break.
+    A module with parameters or buffers, or a method of it, is found by graphs that read any of them, else by its call
+    (`load_state_dict(assign=True)` exchanges all). Anything else is found by its code, including the resume functions
+    that Dynamo makes after a graph break.
     """
-    original = original_callable(model)
-    owner = getattr(original, "__self__", original)
+    original, owner = original_callable(model), owner_of(model)
     if isinstance(owner, torch.nn.Module):
         own = storages_of(itertools.chain(owner.parameters(), owner.buffers()))
         if own:
-            return [found for found in compiled_models() if found.storages & own]
+            return [found for found in compiled_models() if found.storages & own] or models_of_call(owner)
     called: Any = original.forward if isinstance(original, torch.nn.Module) else original
     function = getattr(called if hasattr(called, "__code__") else type(called).__call__, "__code__", None)
     if function is None:
@@ -54,6 +54,13 @@ def find_models(model: Callable[..., Any]) -> list[CompiledModel]:
 def models_of_call(called: Callable[..., Any]) -> list[CompiledModel]:
     """Return the compiled models that `torch.compile(called)` made."""
     return [model for model in compiled_models() if model.called is not None and model.called() is called]
+
+
+def models_of_class(model: Callable[..., Any]) -> list[CompiledModel]:
+    """Return the compiled models of the class of a compiled module, any of which its calls may run; often empty."""
+    owner = owner_of(model)
+    is_shared = isinstance(owner, torch.nn.Module) and is_compiled(model)
+    return [found for found in compiled_models() if is_shared and found.kind is type(owner)]
 
 
 def num_graphs_of(called: weakref.ref[Callable[..., Any]] | None, *, besides: str) -> int:

@@ -13,9 +13,10 @@ from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import GraphSummary, State
 from apollo_compile.reports.words import NOTHING_YET, describe_state
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.registry import compiled_models, describe_calls, find_models
+from apollo_compile.session.registry import compiled_models, describe_calls, find_models, models_of_class
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.step import Step
+from apollo_compile.torch_bridge.compile_context import owner_of
 
 
 def report(model: Callable[..., Any] | Step | None = None) -> Report:
@@ -24,15 +25,16 @@ def report(model: Callable[..., Any] | Step | None = None) -> Report:
     Arguments:
         model: a module, a function or a method, compiled or original. Graphs of a module are found by the parameters
             and buffers that they read; graphs of a function, or of a module without parameters and buffers, by its
-            code. For a step of `compile_step`, its programs are reported. None reports all live compiled models, as
-            needed for FSDP2, where graphs read gathered copies of parameters.
+            code. A compiled module without graphs of its own has those of other instances of its class, whose code
+            Dynamo shares; the state says so. For a step of `compile_step`, its programs are reported. None reports all
+            live compiled models, as needed for FSDP2, where graphs read gathered copies of parameters.
 
     Raises:
         TargetError: `model` is not callable.
     """
     if isinstance(model, Step):
         return _report_step(model)
-    found = _find(model, "report")
+    found, note = _find(model, "report")
     counted = _with_state(found)
     merged = merge_reports(
         Report(
@@ -40,7 +42,7 @@ def report(model: Callable[..., Any] | Step | None = None) -> Report:
             fallbacks=tuple(entry.fallbacks),
             verdicts=tuple(entry.verdicts),
             breaks=() if entry.graph_break is None else (entry.graph_break,),
-            states=(entry.state(),) if entry in counted else (),
+            states=_report_state(entry.state(), note).states if entry in counted else (),
         )
         for entry in found
     )
@@ -79,10 +81,12 @@ def status(model: Callable[..., Any] | None = None) -> str:
     Raises:
         TargetError: `model` is not callable.
     """
-    states = (
-        model.states if isinstance(model, Step) else [entry.state() for entry in _with_state(_find(model, "status"))]
-    )
-    return describe_state(merge_reports(map(_report_state, states)).states) or NOTHING_YET
+    if isinstance(model, Step):
+        reports = [_report_state(state) for state in model.states]
+    else:
+        found, note = _find(model, "status")
+        reports = [_report_state(entry.state(), note) for entry in _with_state(found)]
+    return describe_state(merge_reports(reports).states) or NOTHING_YET
 
 
 def _with_state(models: Sequence[CompiledModel]) -> Sequence[CompiledModel]:
@@ -90,21 +94,27 @@ def _with_state(models: Sequence[CompiledModel]) -> Sequence[CompiledModel]:
     return [model for model in models if model.fallbacks or any(graph.has_run for graph in model.graphs)] or models
 
 
-def _report_state(state: State) -> Report:
-    return Report(graphs=(), fallbacks=(), states=(state,))
+def _report_state(state: State, note: str = "") -> Report:
+    detail = "; ".join(filter(None, (state.detail, note)))
+    return Report(graphs=(), fallbacks=(), states=(replace(state, detail=detail),))
 
 
-def _find(model: Callable[..., Any] | None, what: str) -> list[CompiledModel]:
+def _find(model: Callable[..., Any] | None, what: str) -> tuple[list[CompiledModel], str]:
+    """Return the compiled models of a model, and a note on its state; mostly empty."""
     if model is not None and not callable(model):
         raise TargetError(
             f"there is no {what} of a {type(model).__name__}: expected a compiled module or function; {what}() without "
             "arguments covers everything that was compiled"
         )
-    return compiled_models() if model is None else find_models(model)
+    found = compiled_models() if model is None else find_models(model)
+    if found or model is None:
+        return found, ""
+    return models_of_class(model), f"compiled for another instance of {type(owner_of(model)).__name__}"
 
 
 def _summarize(model: CompiledModel) -> list[GraphSummary]:
     """Return the summaries of a model's graphs, including planned fallbacks, forward before backward."""
+    quota = model.target.lane_memory_quota
     graphs = [
         summarize(
             graph.compilation,
@@ -114,17 +124,12 @@ def _summarize(model: CompiledModel) -> list[GraphSummary]:
             is_deterministic=graph.is_deterministic,
             variant=graph.variant_of_plan,
             lane_bytes=graph.lane_bytes(),
-            lane_memory_quota=model.target.lane_memory_quota,
+            lane_memory_quota=quota,
         )
         for graph in model.graphs
     ]
     graphs += [
-        summarize(
-            compilation,
-            Trace(),
-            variant=Variant.INDUCTOR,
-            lane_memory_quota=model.target.lane_memory_quota,
-        )
+        summarize(compilation, Trace(), variant=Variant.INDUCTOR, lane_memory_quota=quota)
         for compilation in model.unprofitable
     ]
     return sorted(graphs, key=lambda graph: graph.role is Role.BACKWARD)

@@ -105,6 +105,18 @@ def original_callable(run: Any) -> Any:
         run = inner
 
 
+def owner_of(run: Any) -> Any:
+    """Return the module or function that `torch.compile` was called with; for a method, the object that it is of."""
+    original = original_callable(run)
+    return getattr(original, "__self__", original)
+
+
+def is_compiled(run: Any) -> bool:
+    """Return whether `torch.compile` made a function or module, or the `forward` or the calls of a module."""
+    ways = (run, getattr(run, "forward", None), getattr(run, "_compiled_call_impl", None))
+    return any(original_callable(way) is not way for way in ways)
+
+
 def called_now() -> weakref.ref[Callable[..., Any]] | None:
     """Return the module or function of `torch.compile` whose call Dynamo compiles for now; None if it is not known.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import weakref
 from dataclasses import dataclass
 from types import CodeType, SimpleNamespace
@@ -34,17 +36,76 @@ def similarities(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return z @ y
 
 
+class Scores(nn.Module):
+    """A module with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.query(x) @ self.key(x).T
+
+
+SERIAL = {"plan.planner": "serial", "plan.autotune": False, "runtime.bodies": "eager"}
+
+
+def compile_by(way: str, model: nn.Module) -> Any:
+    """Return what is called, and `report` is asked for, where a model is compiled in one of the ways that there are."""
+    if way == "module":
+        return torch.compile(model, backend="apollo", options=SERIAL)
+    if way == "in place":
+        model.compile(backend="apollo", options=SERIAL)
+    else:
+        model.forward = torch.compile(model.forward, backend="apollo", options=SERIAL)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("way", ["module", "in place", "forward"])
+def test_another_instance_of_a_class_has_the_graphs_that_it_shares(way: str) -> None:
+    """As in cross validation; its state says so, also when the first instance is gone. One in eager has none."""
+    torch._dynamo.reset()
+    x = torch.ones(4, 8)
+    first, second, eager = compile_by(way, Scores()), compile_by(way, Scores()), Scores()
+    first(x).sum().backward()
+    known = registry.find_models(first)
+    second(x).sum().backward()
+    assert not registry.find_models(second), "Dynamo compiled again"
+    graphs, metrics = apollo_compile.report(first).graphs, apollo_compile.report(first).metrics()
+    assert len(graphs) == 2 and known
+    assert "another instance" not in apollo_compile.status(first)
+    del first
+    gc.collect()
+    found = apollo_compile.report(second)
+    assert (found.graphs, found.metrics()) == (graphs, metrics)
+    assert apollo_compile.status(second).endswith("compiled for another instance of Scores")
+    assert str(found).startswith(f"{apollo_compile.status(second)}\n")
+    for none in (eager, torch.compile(nn.Linear(8, 8), backend="apollo")):  # one of another class has not run
+        assert apollo_compile.status(none).startswith("nothing compiled for this model has run yet")
+
+
+def test_a_model_whose_parameters_were_exchanged_keeps_its_graphs() -> None:
+    """All of them are other tensors then; the compiled code still runs."""
+    torch._dynamo.reset()
+    model, x = Scores(), torch.ones(4, 8)
+    run = torch.compile(model, backend="apollo", options=SERIAL)
+    run(x).sum().backward()
+    known, status = registry.find_models(model), apollo_compile.status(run)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    assert known and registry.find_models(model) == registry.find_models(run) == known
+    assert apollo_compile.status(run) == status
+
+
 @pytest.mark.parametrize(
     "run", [similarities, Similarities(), Similarities().forward], ids=["function", "module", "method"]
 )
 def test_what_has_no_parameters_has_a_report(run: Any) -> None:
     """By its code, behind a graph break too; compiled or not."""
-    options = {"plan.planner": "serial", "plan.autotune": False, "runtime.bodies": "eager"}
     inputs = (torch.ones(64, 64), torch.ones(64, 64))
-    compiled = torch.compile(run, backend="apollo", options=options)
+    compiled = torch.compile(run, backend="apollo", options=SERIAL)
     others = registry.find_models(run)  # torch keeps the graph before a break, a reset notwithstanding
     with torch.no_grad():
-        torch.compile(nn.Linear(64, 64), backend="apollo", options=options)(inputs[0])
+        torch.compile(nn.Linear(64, 64), backend="apollo", options=SERIAL)(inputs[0])
         compiled(*inputs)
     graphs = apollo_compile.report(compiled).graphs
     assert len(graphs) == len(others) + 2
@@ -55,8 +116,7 @@ def test_a_graph_whose_only_call_raised_is_not_measured() -> None:
     """A step that a user catches and goes on from: the graphs that run are settled."""
     torch._dynamo.reset()
     model = nn.Linear(8, 8)
-    options = {"plan.planner": "serial", "plan.autotune": False, "runtime.bodies": "eager"}
-    compiled = torch.compile(model, backend="apollo", options=options)
+    compiled = torch.compile(model, backend="apollo", options=SERIAL)
     with torch.no_grad():
         compiled(torch.ones(4, 8))
         with pytest.raises(RuntimeError, match="dtype"):
