@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ def select_profile(config: Config) -> DeviceProfile:
     if units > (most := most_units()):
         raise ConfigError(f"option 'device.units' is {units}; lanes may use {most} cores here: choose 1 to {most}")
     if config.device.profile is not None:
-        profile = load_profile(config.device.profile)
+        profile, num_cores = load_profile(config.device.profile), os.cpu_count() or 1
         if profile.kind != "cpu":
             raise ConfigError(
                 f"device profile {config.device.profile} is for a {profile.kind} device; only graphs on a CPU are "
@@ -107,12 +108,13 @@ def select_profile(config: Config) -> DeviceProfile:
             )
         if str(config.device.profile) in packaged_profiles():
             profile = limit_units(profile, units)  # valid for any number of cores
-        elif profile.units > units and (profile.units <= most or config.device.units or core_share().size > 1):
+        elif profile.units > units and (profile.units <= num_cores or config.device.units or core_share().size > 1):
+            _logger.info("device profile %s is for %d cores; lanes use %d", config.device.profile, profile.units, units)
             profile = limit_units(profile, units)  # it was measured with more cores than this process may use
         if profile.units > most:
             raise ConfigError(
-                f"device profile {config.device.profile} is for {profile.units} cores; lanes may use {most} cores "
-                "here: measure one here, or raise torch.set_num_threads"
+                f"device profile {config.device.profile} is for {profile.units} cores, and this machine has "
+                f"{num_cores}: measure one here, or set option 'device.units'"
             )
         return profile
     return discover_profile(units, cache_dir=config.device.cache)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apollo_compile.config import load_config
@@ -14,6 +17,7 @@ from apollo_compile.device.cpu.execute import available_units
 from apollo_compile.device.open import reason_without_lanes, select_profile
 from apollo_compile.errors import ConfigError
 from apollo_compile.store.profiles import default_profile, save_profile
+from tests.end_to_end.marks import needs_two_cores
 
 CPU = torch.device("cpu")
 
@@ -47,8 +51,26 @@ def test_a_profile_is_limited_to_the_units_that_were_asked_for(tmp_path: Path) -
     assert (named.source, named.units) == ("default", available_units())
 
 
+@needs_two_cores
+def test_a_profile_of_this_machine_serves_a_process_with_fewer_threads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the workers of a `DataLoader`, where torch has one thread; one line says so."""
+    num_cores, num_threads, layer, x = os.cpu_count() or 1, torch.get_num_threads(), nn.Linear(8, 8), torch.ones(4, 8)
+    path = tmp_path / "mine.json"
+    save_profile(replace(default_profile(num_cores), source="measured"), path)
+    options = {"device.profile": path, "runtime.bodies": "eager", "debug.strict": True}
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad(), caplog.at_level(logging.INFO, logger="apollo_compile"):
+            torch.testing.assert_close(torch.compile(layer, backend="apollo", options=options)(x), layer(x))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert caplog.text.count(f"device profile {path} is for {num_cores} cores; lanes use 1") == 1
+
+
 @pytest.mark.parametrize(
-    ("name", "problem"), [("large.json", r"lanes may use \d+ cores here"), ("h200", "is for a cuda device")]
+    ("name", "problem"), [("large.json", r"is for 4096 cores, and this machine has"), ("h200", "is for a cuda device")]
 )
 def test_a_profile_that_does_not_fit_is_an_error(name: str, problem: str, tmp_path: Path) -> None:
     """A profile of more cores than there are says nothing about fewer, and one of a GPU nothing about cores."""
