@@ -54,7 +54,7 @@ class ApolloCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log a new verdict; logging its metrics calls this again, which then does nothing."""
-        if not status(self._trainer.model).startswith(Stage.MEASURING):
+        if not status(self._trainer.model_wrapped).startswith(Stage.MEASURING):
             self._tell()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -63,12 +63,12 @@ class ApolloCallback(TrainerCallback):
         if state.is_world_process_zero and args.output_dir is not None:
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            report(self._trainer.model).save_html(folder / PAGE)
+            report(self._trainer.model_wrapped).save_html(folder / PAGE)
 
     def _tell(self) -> None:
         """Log the verdict and the metrics, unless that line was logged before."""
-        line = status(self._trainer.model)
+        line = status(self._trainer.model_wrapped)
         if line != self._told:
             self._told = line
             _logger.warning(line)  # as the Trainer tells what its users are to see
-            self._trainer.log(report(self._trainer.model).metrics())
+            self._trainer.log(report(self._trainer.model_wrapped).metrics())
