@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import fx
 
-from apollo_compile.config import load_config
+from apollo_compile.config import Config, load_config
 from apollo_compile.device.open import open_target
 from apollo_compile.distributed.ranks import find_ranks
+from apollo_compile.errors import ApolloError
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import describe_calls, models_of_call, num_graphs_of, register
 from apollo_compile.torch_bridge.compile_context import called_now, name_dynamo_graph, recompile_reason, traced_code
 from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
-from apollo_compile.torch_bridge.frontend import compile_plainly, keep_with
+from apollo_compile.torch_bridge.frontend import compile_plainly, is_for_dynamo, keep_with
 from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.storages import storages_of
@@ -44,6 +45,27 @@ def compile_dynamo_graph(
     settings = inductor_settings(config.mode if mode is None else mode, config.inductor)
     if config.disable:
         return compile_plainly(graph_module, example_inputs, settings), None
+    model: CompiledModel | None = None
+    try:
+        model = _model_of(graph_module, example_inputs, config, is_for_step=is_for_step)
+        compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
+    except Exception as error:
+        is_ours = model is None or not model.falls_back
+        if not is_ours or config.debug.strict or isinstance(error, ApolloError) or is_for_dynamo(error):
+            raise
+        _logger.warning("torch.compile alone runs a graph, since apollo failed: %s: %s", type(error).__name__, error)
+        return compile_plainly(graph_module, example_inputs, settings), None
+    model.target.trim_memory()  # free memory from compiling
+    keep_with(compiled, model)
+    register(model)
+    _warn_of_fragments(model)
+    return compiled, model
+
+
+def _model_of(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, *, is_for_step: bool
+) -> CompiledModel:
+    """Return the model of a Dynamo graph, of which nothing is compiled yet."""
     tensors = traced_tensors(graph_module, example_inputs)
     refuse_hooks(graph_module, tensors)
     reason = recompile_reason()
@@ -65,12 +87,7 @@ def compile_dynamo_graph(
     )
     release_symbols_with(model)
     model.graph_break = find_break(graph_module, model.name)
-    compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
-    model.target.trim_memory()  # free memory from compiling
-    keep_with(compiled, model)
-    register(model)
-    _warn_of_fragments(model)
-    return compiled, model
+    return model
 
 
 def _warn_of_fragments(model: CompiledModel) -> None:

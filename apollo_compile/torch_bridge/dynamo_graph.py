@@ -22,6 +22,9 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from apollo_compile.torch_bridge.aot_graph import clone_graph
+from apollo_compile.torch_bridge.trees import leaves_of
+
+_WITH_SYMBOLS = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @contextlib.contextmanager
@@ -79,7 +82,8 @@ def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) 
 
 def reads_numbers(graph_module: fx.GraphModule) -> bool:
     """Return whether a Dynamo graph reads numbers or sizes from tensors, as `item()` and `nonzero()` do."""
-    return any(free_unbacked_symbols(node.meta.get("example_value")) for node in graph_module.graph.nodes)
+    values = (node.meta.get("example_value") for node in graph_module.graph.nodes)
+    return any(map(free_unbacked_symbols, leaves_of([*values], _WITH_SYMBOLS)))
 
 
 def return_read_tensors(graph_module: fx.GraphModule) -> None:

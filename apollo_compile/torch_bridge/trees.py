@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-def leaves_of(tree: Any, kind: type = object) -> list[Any]:
+def leaves_of(tree: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
     """Return the leaves of a kind in nested lists, tuples and mappings, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
 

@@ -370,3 +370,33 @@ def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
     count = len(core_share().own)
     wanted = f"start torchrun with OMP_NUM_THREADS={count}, or call torch.set_num_threads({count})"
     assert wanted in told[-1][0] and "there are no lanes on 2 local ranks" in told[-1][0]
+
+
+def test_a_function_that_dynamo_does_not_trace_into_may_be_part_of_a_graph() -> None:
+    """Its node has a description of a tree as an argument, which has no symbols."""
+    untraced = torch._dynamo.nonstrict_trace(lambda x: x.cos() * 3)
+
+    class Untraced(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = untraced(super().forward(x))
+            return out
+
+    inputs = two_tower_inputs()[:1]
+    loss_of = lambda run: run(*inputs).square().mean()  # noqa: E731
+    assert_trains_as_in_eager(Untraced(64, 1), loss_of, backend="apollo", options=UNCOMPILED)
+
+
+def test_a_defect_of_ours_leaves_the_graph_to_torch_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever it is; one line says so."""
+    monkeypatch.setattr("apollo_compile.session.backend.find_break", lambda *_: 1 // 0)
+    inputs = two_tower_inputs()[:1]
+    loss_of = lambda run: run(*inputs).square().mean()  # noqa: E731
+    options = {**UNCOMPILED, "debug.strict": False}
+    with caplog.at_level(logging.WARNING, "apollo_compile"):
+        assert_trains_as_in_eager(Tower(64, 1), loss_of, backend="apollo", options=options)
+    assert "since apollo failed: ZeroDivisionError" in caplog.text
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="ZeroDivisionError"):
+        torch.compile(Tower(64, 1), backend="apollo", options=UNCOMPILED)(*inputs)
