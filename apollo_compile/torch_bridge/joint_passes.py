@@ -13,6 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from apollo_compile.torch_bridge.compile_scope import CACHE_KEY_TAG
 from apollo_compile.torch_bridge.traced_backward import name_backward
+from apollo_compile.torch_bridge.upstream_bugs.expanded_writes import write_to_copies
 from apollo_compile.torch_bridge.upstream_bugs.late_reads import keep_reads
 from apollo_compile.torch_bridge.upstream_bugs.lost_copies import keep_copies, lower_clones
 from apollo_compile.torch_bridge.upstream_bugs.misplaced_resizes import settle_resizes
@@ -37,6 +38,7 @@ class JointPasses(CustomGraphPass):
         keep_reads(graph)
         keep_copies(graph)
         divide_by_clipped_windows(graph)
+        write_to_copies(graph)
 
     def uuid(self) -> Any:
         """Return the names of the passes for cache keys; None, which disables caching, if one of them has no name."""

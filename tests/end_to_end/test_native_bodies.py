@@ -106,3 +106,29 @@ def test_a_body_that_calls_python_is_not_lost() -> None:
     assert other.keeps_python is None and other.entry_address is not None
     assert body.keeps_python is not None and not body.keeps_python.is_lost and body.entry_address is None
     torch.testing.assert_close(body.function([x]), [x / 2 + 1])
+
+
+def _mask_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x @ y
+    z[x > 0] = 0.0
+    return z.sum(-1).mean()
+
+
+def _mask_function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = (x @ y).sin() * (y @ x).cos()
+    z[x > 0] = 0.0
+    return z.sum(-1).mean()
+
+
+@pytest.mark.parametrize("function", [_mask_product, _mask_function])
+def test_a_write_to_an_expanded_gradient_changes_one_element(
+    function: Callable[..., torch.Tensor], lanes: dict[str, Any]
+) -> None:
+    """Inductor writes to the memory of all: gradients of the product were wrong, and strides between segments."""
+    found = []
+    for run in (function, torch.compile(function, **lanes)):
+        x, y = (torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+        found.append(torch.autograd.grad(run(x.requires_grad_(), y.requires_grad_()), (x, y)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    model = registry.compiled_models()[-1]
+    assert model.graphs and not model.fallbacks
