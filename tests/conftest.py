@@ -117,7 +117,7 @@ class HowGraphsRan(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Take a line of the log."""
         text = record.getMessage()
-        if (compiled := re.search(r": (?:compiled|loaded) \d+ segments .* onto (\d+) lanes", text)) is not None:
+        if (compiled := re.search(r": (?:compiled|loaded) \d+ segments .* onto (\d+) lanes?:", text)) is not None:
             self.lanes.append(int(compiled[1]))
         elif record.levelno >= logging.WARNING or _HOW_ELSE.search(text):
             self._add_reason(text)

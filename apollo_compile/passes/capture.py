@@ -381,7 +381,9 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     if target is operator.getitem:
         return NodeKind.CHEAP if nodes[inputs[0]].kind is NodeKind.CHEAP else NodeKind.PROJECTION
     if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "with_effects":
-        raise UnsupportedGraphError(f"node {fx_node.name} carries an effect token; segments cannot order it")
+        raise UnsupportedGraphError(
+            f"node {fx_node.name} carries an effect token; segments cannot order it: it is {name_of(fx_node.args[1])}"
+        )
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == "streams":
             raise UnsupportedGraphError(

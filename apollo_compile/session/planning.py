@@ -185,11 +185,11 @@ def log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int, *
     plan = compilation.plan
     times = plan.makespan_ns, plan.serial_ns, plan.lower_bound_ns, planning_ns, compiling_ns
     _logger.info(
-        "%s: %s %d segments (%d bodies) onto %d lanes: predicted %s, serial %s, bound %s; planning took %s, rest %s",
+        "%s: %s %d segments (%d bodies) onto %s: predicted %s, serial %s, bound %s; planning took %s, rest %s",
         compilation.capture.name,
         did,
         len(plan.assignments),
         len(compilation.partition.bodies),
-        len({assignment.lane for assignment in plan.assignments}),
+        format_count(len({assignment.lane for assignment in plan.assignments}), "lane"),
         *map(format_ns, times),
     )

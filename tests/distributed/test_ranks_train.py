@@ -50,7 +50,7 @@ def test_native_bodies_read_parameters_whose_memory_comes_and_goes(seen: Seen) -
     for result in seen("fsdp, native"):
         assert sum(result["native"]) >= 2
         compiled = [line for line in result["log"] if " segments (" in line]
-        assert len(compiled) == 2 and not any("onto 1 lanes" in line for line in compiled)
+        assert len(compiled) == 2 and not any("onto 1 lane:" in line for line in compiled)
 
 
 @pytest.mark.parametrize("name", ["ddp", "buckets", "fsdp", "fsdp, native", "tensor parallel, mixed"])

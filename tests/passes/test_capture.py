@@ -630,7 +630,7 @@ REFUSED: dict[str, tuple[Callable[[Hand], fx.Node], str]] = {
         lambda hand: hand.graph.call_function(
             with_effects, (hand.input("token", 0), aten.neg.default, hand.input("x", 2))
         ),
-        "^node {node} carries an effect token",
+        "^node {node} carries an effect token; segments cannot order it: it is aten.neg.default$",
     ),
     "a call of a method": (
         lambda hand: hand.graph.call_method("neg", (hand.input("x", 2),)),

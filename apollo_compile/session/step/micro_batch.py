@@ -14,6 +14,7 @@ import torch
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import BufferId, Observations, Role, SegmentGraph
+from apollo_compile.ir.text import format_count
 from apollo_compile.passes.join import join_segments
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
@@ -179,8 +180,14 @@ def join_graphs(
     written = (forward.contract.written_inputs or frozenset()) - state.keys()
     if written:
         raise UnsupportedGraphError("the loss function writes to something else than the buffers of the model")
-    if any(tensor.requires_grad for place, tensor in enumerate(tensors) if place not in state):
-        raise UnsupportedGraphError("something else than parameters of the model requires gradients")
+    for place, tensor in enumerate(tensors):
+        if tensor.requires_grad and place not in state:
+            num_elements = graph.buffers[graph.inputs[place]].num_bytes // tensor.element_size()  # it is empty here
+            raise UnsupportedGraphError(
+                "something else than parameters of the model requires gradients: a tensor with "
+                f"{format_count(num_elements, 'element')} of {tensor.dtype}; detach it, "
+                "or make it a parameter of the model"
+            )
     if not all(tensor.is_leaf for tensor in state.values()):
         raise UnsupportedGraphError("a parameter is computed from others")
     tangents = [value for value in names_of(other, other.inputs) if value.startswith(TANGENT)]

@@ -65,7 +65,11 @@ FORWARD_THAT_RETURNS = replace(FORWARD, contract=Contract(user_outputs=frozenset
             {"forward": replace(FORWARD, contract=Contract(written_inputs=frozenset({2})))},
             "writes to something else than the buffers of the model",
         ),
-        ({"owned": {id(STATISTIC)}}, "something else than parameters of the model requires gradients"),
+        (
+            {"owned": {id(STATISTIC)}},
+            r"something else than parameters of the model requires gradients: a tensor with \d+ elements? of "
+            "torch.float32; detach it, or make it a parameter of the model",
+        ),
         ({"inputs": [WEIGHT * 2, STATISTIC, X], "owned": None}, "a parameter is computed from others"),
         ({"backward": code_of("product", "gradient - -")}, "0 outputs of the loss function need gradients; expected"),
         ({"backward": code_of("tangents_1 tangents_2", "gradient - -")}, "2 outputs of the loss function need"),
