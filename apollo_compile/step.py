@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from apollo_compile.session.step.arguments import StepSettings, check_arguments
-from apollo_compile.session.step.loss import LossFunction, own_loss
+from apollo_compile.session.step.loss import LossFunction
 from apollo_compile.session.step.split import Split, Weigh, split_evenly
 from apollo_compile.session.step.step import Step
 
@@ -83,3 +83,9 @@ def compile_step(
         options=dict(options or {}),
     )
     return Step(model, loss_fn, optimizer, settings)
+
+
+def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return the loss that a model computes by itself: `model(**batch).loss`."""
+    returned = model(**batch)
+    return returned["loss"] if isinstance(returned, Mapping) else returned.loss

@@ -341,7 +341,7 @@ BUDGETS = {
     "passes": 2_850,
     "planner": 3_250,
     "reports": 2_600,
-    "session": 5_830,
+    "session": 5_840,
     "store": 850,
     "target": 700,
     "tools": 3_500,

@@ -68,12 +68,11 @@ def _model_of(
     """Return the model of a Dynamo graph, of which nothing is compiled yet."""
     tensors = traced_tensors(graph_module, example_inputs)
     refuse_hooks(graph_module, tensors)
-    reason = recompile_reason()
     target, without_lanes = open_target(example_inputs, config)
     name, called = name_dynamo_graph(), called_now()
     model = CompiledModel(
         name=name,
-        again=f" again, since {reason}" if reason else "",
+        again=f" again, since {reason}" if (reason := recompile_reason()) else "",
         config=config,
         target=target,
         without_lanes=without_lanes,

@@ -17,9 +17,10 @@ from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.arguments import check_arguments
-from apollo_compile.session.step.loss import LossFunction, own_loss
+from apollo_compile.session.step.loss import LossFunction
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.split import split_evenly
+from apollo_compile.step import own_loss
 
 
 def explain_step(

@@ -29,12 +29,6 @@ LossFunction = Callable[[nn.Module, Any], Any]
 """`loss_fn(model, micro_batch)` returns the loss, a tuple that begins with it, or a mapping that has it as `loss`."""
 
 
-def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the loss that a model computes by itself: `model(**batch).loss`."""
-    returned = model(**batch)
-    return returned["loss"] if isinstance(returned, Mapping) else returned.loss
-
-
 FREQUENT = 3
 """Steps of a kind of micro-batch after which it gets a graph of its own; others share one for all sizes."""
 
@@ -140,8 +134,7 @@ class CompiledLoss:
                 if problem_of(error) is None:
                     raise
                 return None  # the loop runs this one in pieces
-        is_linked = len(noted) == len(parts) and all(each.graph is graph for each in noted)
-        return (noted, returned) if is_linked else None
+        return (noted, returned) if [each.graph for each in noted] == [graph] * len(parts) else None
 
     def _has_own_graph(self, part: Any) -> bool:
         """Whether a kind of micro-batch has a graph of its own or is to get one, as the first and frequent ones do."""

@@ -131,7 +131,8 @@ class Step:
         """Why steps of some kind can only run as a loop."""
         outcomes = (each for graph in self._loss.graphs for each in graph.outcomes.values())
         refused = (each for each in outcomes if isinstance(each, str))
-        return list(dict.fromkeys(filter(None, [self._loss.why_not_one_graph, *refused])))
+        disabled = "the option disable or APOLLO_DISABLE is set" if self.config.disable else ""
+        return list(dict.fromkeys(filter(None, [disabled, self._loss.why_not_one_graph, *refused])))
 
     @property
     def states_beside_programs(self) -> list[State]:

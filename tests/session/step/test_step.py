@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -144,3 +145,13 @@ def test_copies_of_a_step_train_copies_of_the_model() -> None:
         copied["step"](chain_batch(1))
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         assert not torch.equal(copied["model"][0].weight, model[0].weight)
+
+
+def test_a_step_that_is_disabled_says_so() -> None:
+    """It is a loop over what torch.compile makes, with nothing to report."""
+    twins = Twins(optimize=partial(torch.optim.SGD, lr=0.1), options={"disable": True})
+    for seed in range(3):
+        twins.take(chain_batch(seed))
+    line = "falls back: loop over micro-batches: the option disable or APOLLO_DISABLE is set"
+    assert status(twins.step) == line
+    assert line in repr(twins.step) and line in str(report(twins.step))
