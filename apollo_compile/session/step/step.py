@@ -129,8 +129,7 @@ class Step:
     @property
     def reasons_for_loops(self) -> list[str]:
         """Why steps of some kind can only run as a loop."""
-        outcomes = (each for graph in self._loss.graphs for each in graph.outcomes.values())
-        refused = (each for each in outcomes if isinstance(each, str))
+        refused = (why for graph in self._loss.graphs for why in graph.outcomes.values() if isinstance(why, str))
         disabled = "the option disable or APOLLO_DISABLE is set" if self.config.disable else ""
         return list(dict.fromkeys(filter(None, [disabled, self._loss.why_not_one_graph, *refused])))
 
