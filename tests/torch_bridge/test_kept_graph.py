@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.interpret import run_as_traced
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.14.1", reason="it can be called there")
 def test_a_model_cannot_be_called_while_another_thread_traces() -> None:
-    """Why nothing is compiled in the background; once this fails on a torch, it could be."""
+    """Why nothing is compiled in the background; once no supported torch fails here, it could be."""
     layer = torch.compile(nn.Linear(2, 2), backend="eager")
     x = torch.ones(1, 2)
     layer(x)
