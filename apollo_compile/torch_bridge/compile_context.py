@@ -73,7 +73,7 @@ def recompile_reason() -> str:
     changed = _CHANGED_SIZE.search(reason)
     if changed is not None:
         return f"size {changed[2]} of {changed[1]} changed from {changed[3]} to {changed[4]}"
-    return reason.partition(": ")[2].partition("\n")[0][:_MAX_REASON].strip()
+    return reason.partition(": ")[2].partition("\n")[0].partition("  #")[0][:_MAX_REASON].strip()
 
 
 _CHANGED_SIZE = re.compile(r"tensor '(.+?)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +42,54 @@ def flatten(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]], Any]]:
     """Return the leaves of a tree, its structure as a text, and a function that builds the tree from other leaves."""
     leaves, structure = pytree.tree_flatten(tree)
     return leaves, str(structure), lambda others: pytree.tree_unflatten(list(others), structure)
+
+
+def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]], Any]]:
+    """Flatten a tree with objects that have named parts.
+
+    These are data classes, namespaces, and what is like a dictionary, as batches of Hugging Face's tokenizers are.
+    """
+    leaves, structure = pytree.tree_flatten(tree)
+    names = [_names_of(leaf) for leaf in leaves]
+    if not any(names):
+        return flatten(tree)
+    parts = [
+        [leaf] if not own else [_part(leaf, name) for name in own] for leaf, own in zip(leaves, names, strict=True)
+    ]
+    inner, inner_structure, build = flatten_objects(parts)
+
+    def build_all(others: Sequence[Any]) -> Any:
+        built = zip(leaves, names, build(others), strict=True)
+        return pytree.tree_unflatten(
+            [_with_parts(leaf, own, each) if own else each[0] for leaf, own, each in built], structure
+        )
+
+    return inner, f"{structure} of {list(map(type, leaves))} with {names}: {inner_structure}", build_all
+
+
+def _names_of(value: Any) -> Sequence[str]:
+    """Return the names of the parts of an object; none of what is no tree."""
+    if isinstance(value, UserDict):
+        return list(value)
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value))
+    is_data = is_dataclass(value) and not isinstance(value, type)
+    return [each.name for each in fields(value)] if is_data else []
+
+
+def _part(value: Any, name: str) -> Any:
+    return value[name] if isinstance(value, UserDict) else getattr(value, name)
+
+
+def _with_parts(value: Any, names: Sequence[str], parts: Sequence[Any]) -> Any:
+    """Return a copy of an object with other parts."""
+    copied = copy.copy(value)
+    for name, part in zip(names, parts, strict=True):
+        if isinstance(copied, UserDict):
+            copied[name] = part
+        else:
+            object.__setattr__(copied, name, part)  # it may be frozen
+    return copied
 
 
 def are_equal(one: Any, other: Any) -> bool:

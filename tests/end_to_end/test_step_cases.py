@@ -50,7 +50,7 @@ parameters without an optimizer; weights are loaded by assignment; the step of a
 an optimizer of the user; settings of modules change; the model is switched to evaluation
 two parameters with one gradient, clipped; a tensor that is replaced; a weight that another step changes
 a number that grows from step to step; 2 micro-batches of two towers; a NaN while anomalies are looked for
-a dispatch mode comes and goes
+a dispatch mode comes and goes; a teacher outside of the model; a dataclass split evenly
 """
 EVERY_TIME = frozenset(_EVERY_TIME.strip().replace("\n", "; ").split("; "))
 """A tenth of the cases, some of every subject; the others run in `make soak`."""

@@ -55,8 +55,8 @@ class CompiledLoss:
         """Number of steps that the latest kinds of micro-batches had."""
         self._first_kinds: dict[int, Hashable] = {}
         """The first kind of micro-batch, by number of micro-batches in a step."""
-        self._is_full = False
-        """Whether Dynamo compiles no more graphs."""
+        self.why_full = ""
+        """Why Dynamo compiles no more graphs; empty while it does."""
         weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
         self.notes = Notes(lambda: owned_by(weakly()))
         weakref.finalize(self, _unlink, self.graphs).atexit = False
@@ -89,12 +89,11 @@ class CompiledLoss:
         loss = self._in_pieces(part)  # an error of the loss function itself says nothing of the next batch
         self._graph_of.pop(self.key_of([part]), None)
         if is_hit:  # graphs that it has still run, and it is not asked for others again
-            if not self._is_full:
-                _logger.info(
-                    "%d graphs of the loss function are compiled, Dynamo's limit; other batches run in pieces",
-                    len(self.graphs),
-                )
-            self._is_full = True
+            if not self.why_full:
+                again = max((graph.model.again for graph in self.graphs), default="")
+                last = f", one{again}{'; pass a number that changes as a tensor' * ('==' in again)}" if again else ""
+                self.why_full = f"{len(self.graphs)} graphs of the loss function are compiled, Dynamo's limit{last}"
+                _logger.info("%s; other batches run in pieces", self.why_full)
         elif not self.why_not_one_graph:
             self.why_not_one_graph = f"the loss function is not one graph: {problem}{way_out(problem)}"
             _logger.info("%s: %s", STAYS, self.why_not_one_graph)
@@ -139,7 +138,7 @@ class CompiledLoss:
     def _has_own_graph(self, part: Any) -> bool:
         """Whether a kind of micro-batch has a graph of its own or is to get one, as the first and frequent ones do."""
         key = self.key_of([part])
-        if key in self._graph_of or self._is_full or self.why_not_one_graph:
+        if key in self._graph_of or self.why_full or self.why_not_one_graph:
             return key in self._graph_of
         return key in self._first_kinds.values() or self._num_seen.get(key, 0) >= FREQUENT
 

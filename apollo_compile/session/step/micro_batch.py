@@ -181,7 +181,7 @@ def join_graphs(
     if written:
         raise UnsupportedGraphError("the loss function writes to something else than the buffers of the model")
     for place, tensor in enumerate(tensors):
-        if tensor.requires_grad and place not in state:
+        if tensor.requires_grad and place not in state and other.outputs[place] is not None:
             num_elements = graph.buffers[graph.inputs[place]].num_bytes // tensor.element_size()  # it is empty here
             raise UnsupportedGraphError(
                 "something else than parameters of the model requires gradients: a tensor with "

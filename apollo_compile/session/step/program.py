@@ -114,7 +114,9 @@ class StepProgram:
         for parameter in parameters:
             if parameter.grad is not None:
                 if are_all_needed or (self.optimizer is not None and self.optimizer.has(parameter)):
-                    return "gradients are there already that clipping, other ranks or the optimizer have to know of"
+                    name = next((name for name, each in self.named_parameters.items() if each is parameter), "one")
+                    reason = "gradients are there already that clipping, other ranks or the optimizer have to know of"
+                    return f"{reason}: {name} has one; zero it before the step"
                 if self.step.num_micro_batches > 1 and torch.are_deterministic_algorithms_enabled():
                     return "gradients are there already, and sums keep their order with deterministic algorithms"
         return None

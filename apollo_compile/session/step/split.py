@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from apollo_compile.errors import TargetError
-from apollo_compile.torch_bridge.trees import flatten
+from apollo_compile.torch_bridge.trees import flatten_objects
 
 Split = Callable[[Any, int], Sequence[Any]]
 """`split(batch, k)` returns k micro-batches."""
@@ -27,12 +27,12 @@ def split_evenly(batch: Any, count: int) -> Sequence[Any]:
     """
     if count == 1:
         return [batch]
-    leaves, _, unflatten = flatten(batch)
+    leaves, _, unflatten = flatten_objects(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not tensors:
         raise TargetError(
             f"cannot split a batch into {count} micro-batches: found no tensors in a {type(batch).__name__}; expected "
-            "tensors, in dictionaries, lists or tuples, or pass split="
+            "tensors, in dictionaries, lists, tuples or data classes, or pass split="
         )
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     if len(sizes) != 1 or min(sizes) == 0 or min(sizes) % count:
@@ -60,7 +60,7 @@ def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
 def kind_of(parts: Sequence[Any]) -> Hashable | None:
     """Return structure, shapes and dtypes, for which micro-batches are compiled; None if they are not alike."""
     kinds: set[Hashable] = set()
-    for leaves, structure, _ in map(flatten, parts):
+    for leaves, structure, _ in map(flatten_objects, parts):
         facts = ((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else type(x) for x in leaves)
         kinds.add((structure, tuple(facts)))
     return kinds.pop() if len(kinds) == 1 else None

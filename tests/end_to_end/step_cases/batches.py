@@ -95,6 +95,7 @@ pair("a list", "Which is none of samples.", batch=lambda n: list(rows(n).values(
 add("a tuple with names", "Its fields are attributes.", batch=lambda n: Pair(**rows(n)), loss=_loss_of_sample)
 add("a batch with everything", batch=_nested, loss=_nested_loss)
 add("a dataclass", "Split by the user.", split=_split_sample, **sample)
+add("a dataclass split evenly", "Each part has a piece of its tensors.", **sample)
 add("a dataclass, whole", "One micro-batch needs no split.", count=1, **sample)
 for name, batch, loss in (
     ("a tensor alone", lambda n: rows(n)["y"], lambda m, x: (m(torch.cat([x, x[:, :2]], 1)) - x).square().mean()),
@@ -239,7 +240,9 @@ add("weights without a sum", "Nothing to divide by.", weigh=lambda part: 0.0, **
 
 # ----------------------------------------------------------------------------------------------- numbers and flags
 
-LIMIT = loop("graphs of the loss function are compiled, Dynamo's limit")
+LIMIT = loop(
+    "graphs of the loss function are compiled, Dynamo's limit, one again, since .*; pass a number that changes"
+)
 
 
 def _flagged(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -301,6 +301,19 @@ taught("a teacher that follows between steps", loss=_taught, by=adamw, before=la
 
 
 @case()
+def a_teacher_outside_of_the_model() -> Training:
+    """Its parameters require gradients, and get none."""
+    teacher = _linear()
+
+    def loss(model: nn.Module, batch: models.Batch) -> torch.Tensor:
+        with torch.no_grad():
+            target = teacher(batch["x"])
+        return nn.functional.mse_loss(model(batch["x"]), target)
+
+    return train(chain(), loss, by=adamw)
+
+
+@case()
 def gradients_of_a_layer_that_is_left_out_at_times() -> Training:
     """A flag of the model says so, and Dynamo compiles a graph for both."""
     model = Wrapped(lambda own, x: own.linear(x) + (own.extra(x) if own.is_used else 0), linear=_linear())

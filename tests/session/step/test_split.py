@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +29,25 @@ def test_parts_are_the_rows_in_order(count: int, rows: int) -> None:
         assert torch.equal(part["rest"][0], y[own])
         assert torch.equal(part["rest"][2][0], y[own].bool())
         assert (part["rest"][1], part["rest"][2][1]) == ("a word", 0.5)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Samples, and objects that belong to them."""
+
+    x: torch.Tensor
+    name: str
+    rest: Any
+
+
+def test_objects_with_named_parts_are_split_like_dictionaries() -> None:
+    """Data classes, namespaces and what is like a dictionary, inside of each other; sizes in them are a kind."""
+    batch = {"all": Sample(torch.arange(4), "four", UserDict({"mask": [SimpleNamespace(y=torch.arange(4) + 4)]}))}
+    first, second = split_evenly(batch, 2)
+    assert torch.equal(second["all"].x, torch.tensor([2, 3])) and second["all"].name == "four"
+    assert torch.equal(second["all"].rest["mask"][0].y, torch.tensor([6, 7]))
+    assert torch.equal(batch["all"].rest["mask"][0].y, torch.arange(4) + 4)
+    assert kind_of([first]) == kind_of([second]) != kind_of([batch])
 
 
 def test_a_single_part_is_the_batch_itself() -> None:
