@@ -37,14 +37,14 @@ MAX_KINDS = 64
 
 
 class CompiledLoss:
-    """The compiled loss function, and its graphs; `why_in_pieces` is why it runs in pieces from the start."""
+    """The compiled loss function, and its graphs; `why_in_pieces` is why batches without a graph run in pieces."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, options: Mapping[str, Any], why_in_pieces: str = ""
     ) -> None:
         self.graphs: weakref.WeakSet[LossGraph] = weakref.WeakSet()
         """Graphs of the loss function that ran."""
-        self.why_not_one_graph = why_in_pieces
+        self.why_in_pieces = why_in_pieces
         """Why the loss function runs in pieces; empty if it does not."""
         if why_in_pieces:
             _logger.info("%s: %s", STAYS, why_in_pieces)
@@ -55,8 +55,6 @@ class CompiledLoss:
         """Number of steps that the latest kinds of micro-batches had."""
         self._first_kinds: dict[int, Hashable] = {}
         """The first kind of micro-batch, by number of micro-batches in a step."""
-        self.why_full = ""
-        """Why Dynamo compiles no more graphs; empty while it does."""
         weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
         self.notes = Notes(lambda: owned_by(weakly()))
         weakref.finalize(self, _unlink, self.graphs).atexit = False
@@ -88,15 +86,14 @@ class CompiledLoss:
                 raise
         loss = self._in_pieces(part)  # an error of the loss function itself says nothing of the next batch
         self._graph_of.pop(self.key_of([part]), None)
-        if is_hit:  # graphs that it has still run, and it is not asked for others again
-            if not self.why_full:
+        if not self.why_in_pieces:
+            self.why_in_pieces = f"the loss function is not one graph: {problem}{way_out(problem)}"
+            if is_hit:  # graphs that it has still run, and it is not asked for others again
                 again = max((graph.model.again for graph in self.graphs), default="")
                 last = f", one{again}{'; pass a number that changes as a tensor' * ('==' in again)}" if again else ""
-                self.why_full = f"{len(self.graphs)} graphs of the loss function are compiled, Dynamo's limit{last}"
-                _logger.info("%s; other batches run in pieces", self.why_full)
-        elif not self.why_not_one_graph:
-            self.why_not_one_graph = f"the loss function is not one graph: {problem}{way_out(problem)}"
-            _logger.info("%s: %s", STAYS, self.why_not_one_graph)
+                count = len(self.graphs)
+                self.why_in_pieces = f"{count} graphs of the loss function are compiled, Dynamo's limit{last}"
+            _logger.info("%s: %s", "other batches run in pieces" if is_hit else STAYS, self.why_in_pieces)
         return loss
 
     def key_of(self, parts: Sequence[Any]) -> Hashable:
@@ -138,7 +135,7 @@ class CompiledLoss:
     def _has_own_graph(self, part: Any) -> bool:
         """Whether a kind of micro-batch has a graph of its own or is to get one, as the first and frequent ones do."""
         key = self.key_of([part])
-        if key in self._graph_of or self.why_full or self.why_not_one_graph:
+        if key in self._graph_of or self.why_in_pieces:
             return key in self._graph_of
         return key in self._first_kinds.values() or self._num_seen.get(key, 0) >= FREQUENT
 

@@ -131,9 +131,7 @@ class Step:
         """Why steps of some kind can only run as a loop."""
         refused = (why for graph in self._loss.graphs for why in graph.outcomes.values() if isinstance(why, str))
         disabled = "the option disable or APOLLO_DISABLE is set" if self.config.disable else ""
-        return list(
-            dict.fromkeys(filter(None, [disabled, self._loss.why_not_one_graph, self._loss.why_full, *refused]))
-        )
+        return list(dict.fromkeys(filter(None, [disabled, self._loss.why_in_pieces, *refused])))
 
     @property
     def states_beside_programs(self) -> list[State]:
