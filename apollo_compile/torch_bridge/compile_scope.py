@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def as_piece() -> Iterator[None]:
 @contextlib.contextmanager
 def native_code() -> Iterator[None]:
     """Let Inductor generate code of bodies that lanes can run without Python."""
+    warnings.filterwarnings("ignore", message="CUTLASS backend is not supported")  # torch 2.12 warns of each matmul
     with inductor_config.patch(body_options()), lane_wrapper():
         yield
 

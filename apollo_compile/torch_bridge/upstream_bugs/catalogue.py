@@ -91,7 +91,7 @@ UPSTREAM_BUGS = (
         defect="runs the graph from before where parameters were frozen, thawed or converted in place",
         report="https://github.com/pytorch/pytorch/issues/139476",
         seen_in=("2.11",),
-        fixed_in="2.13",  # 2.12 was not tried
+        fixed_in="2.12.1",  # 2.12.0 was not tried
         test="test_torch_does_not_see_that_a_layer_is_frozen",
     ),
     UpstreamBug(

@@ -14,5 +14,5 @@ from torch.torch_version import TorchVersion
 
 def check_parameters() -> None:
     """Let guards that Dynamo makes from now on look at every parameter, in releases that skip them."""
-    if TorchVersion(torch.__version__) < "2.13":
+    if TorchVersion(torch.__version__) < "2.12.1":
         torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
