@@ -73,7 +73,7 @@ class CompiledLoss:
         self._in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
 
     def compute(self, part: Any) -> Any:
-        """Call the loss function: as it is under a dispatch mode, else compiled for this kind, or for all in pieces."""
+        """Call the loss function: as it is under a dispatch mode, else compiled for this kind or, in pieces, any."""
         if is_each_operator_seen():
             return self._uncompiled(part)
         if not self._has_own_graph(part):
