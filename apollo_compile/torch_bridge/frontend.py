@@ -27,6 +27,7 @@ from apollo_compile.target.target import Run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache, CachedGraph, unbundled_by
 from apollo_compile.torch_bridge.joint_passes import JointPasses
 from apollo_compile.torch_bridge.traced_backward import remember_modules
+from apollo_compile.torch_bridge.upstream_bugs.dropped_writes import keep_writes
 from apollo_compile.torch_bridge.upstream_bugs.skipped_guards import check_parameters
 
 InnerCompile = Callable[..., tuple[Run, Bundle | None]]
@@ -100,6 +101,7 @@ def compile_with_inductor(
         if cache is not None:
             stack.enter_context(torch.compiler.config.patch(cache_key_tag=f"{tag} {cache.key}"))  # type: ignore[attr-defined]
             stack.enter_context(unbundled_by(cache))
+        stack.enter_context(keep_writes(graph_module))
         compiled = compile_fx(graph_module, list(example_inputs), inner_compile=compile_behind_passes)
     for graph in graphs:
         graph.bundle = None
@@ -131,7 +133,7 @@ def compile_plainly(
     """
     patches = {"force_non_lazy_backward_lowering": True} if backward_at_once else {}
     check_parameters()
-    with functorch_config.patch(patches):
+    with functorch_config.patch(patches), keep_writes(graph_module):
         return compile_fx(  # type: ignore[return-value]
             graph_module, list(example_inputs), config_patches=dict(settings)
         )

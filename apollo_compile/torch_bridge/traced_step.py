@@ -7,6 +7,7 @@ advance, so on a chain this is the fastest code that Inductor makes. Dynamo trac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.frontend import compile_plainly
 from apollo_compile.torch_bridge.trees import map_tensors
 
 TracedStepFunction = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[Sequence[Any], Sequence[torch.Tensor]]]
@@ -57,7 +59,8 @@ def compile_traced_step(
         assert gradients is not None
         return outputs, gradients
 
-    compiled = compile_apart(run, fullgraph=True, dynamic=False, options=dict(settings))
+    backend = functools.partial(compile_plainly, settings=settings)
+    compiled = compile_apart(run, backend=backend, fullgraph=True, dynamic=False)
 
     def call(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         with torch._dynamo.config.patch(trace_autograd_ops=True):

@@ -29,6 +29,14 @@ class UpstreamBug:
 
 UPSTREAM_BUGS = (
     UpstreamBug(
+        file="dropped_writes.py",
+        defect="drops writes in place to a float64 tensor without dimensions",
+        report=None,
+        seen_in=("2.11", "2.12", "2.13"),
+        fixed_in="2.14.1",
+        test="test_torch_drops_a_write_to_a_number",
+    ),
+    UpstreamBug(
         file="expanded_writes.py",
         defect="writes in place to a tensor whose elements share memory",
         report="https://github.com/pytorch/pytorch/issues/183986",  # 2.14.1 asks for expanded tensors, not for windows

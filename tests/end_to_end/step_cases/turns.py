@@ -78,7 +78,7 @@ def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let AOTAutograd alone make the traced step, as it does the segments of eager bodies."""
     compile_apart: Callable[..., Any] = traced_step.compile_apart
 
-    def trace(function: Callable[..., Any], *, options: Any = None, **settings: Any) -> Callable[..., Any]:
+    def trace(function: Callable[..., Any], *, backend: Any, **settings: Any) -> Callable[..., Any]:
         made: Callable[..., Any] = compile_apart(function, backend="aot_eager", **settings)
         return made
 
