@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch.torch_version import TorchVersion
 
 from apollo_compile.torch_bridge.upstream_bugs.dropped_writes import keep_writes
 from tests.torch_bridge.upstream_bugs.defects import assert_as_listed
+
+HAS_DEFECT = TorchVersion(torch.__version__) < "2.14.1"
 
 
 def _number() -> Tensor:
@@ -82,7 +85,7 @@ def test_no_symbol_of_another_function_drops_a_write(*, is_ours: bool) -> None:
     count = _number()
     assert torch.equal(torch.compile(_count, backend=_compile_graph)(count, x), torch.full_like(x, 2.5))
     assert count.item() == 2.5
-    assert TensorifyState.empty()
+    assert TensorifyState.empty() or not HAS_DEFECT
 
 
 def test_a_write_arrives_where_a_number_of_python_makes_dynamo_trace_again() -> None:
@@ -100,6 +103,7 @@ def test_a_write_arrives_where_a_number_of_python_makes_dynamo_trace_again() -> 
         assert ours == theirs
 
 
+@pytest.mark.skipif(not HAS_DEFECT, reason="torch is left alone")
 def test_a_number_that_is_only_read_is_traced_once() -> None:
     """By itself torch traces it twice, for nothing."""
     graphs: list[fx.GraphModule] = []
