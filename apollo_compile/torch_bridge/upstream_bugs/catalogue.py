@@ -103,6 +103,13 @@ UPSTREAM_BUGS = (
         test="test_torch_does_not_see_that_a_layer_is_frozen",
     ),
     UpstreamBug(
+        file="untrained_lstms.py",
+        defect="traces an LSTM that is trained as an operator without a backward",
+        report="https://github.com/pytorch/pytorch/pull/185163",
+        seen_in=("2.11", "2.12", "2.13", "2.14"),
+        test="test_torch_does_not_train_an_lstm_that_reads_the_batch",
+    ),
+    UpstreamBug(
         file="vector_functions.py",
         defect="loses half of the digits of a function such as tanh where two threads make its first call",
         report="https://github.com/pytorch/pytorch/issues/188792",  # oneMKL from 2025.0 on does not
