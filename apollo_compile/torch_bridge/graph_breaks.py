@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _FLAGS = {
     "capture_scalar_outputs": "torch._dynamo.config.capture_scalar_outputs = True",
     "capture_dynamic_output_shape_ops": "torch._dynamo.config.capture_dynamic_output_shape_ops = True",
+    "allow_rnn": "torch._dynamo.config.allow_rnn = True",
     "trace_autograd_ops": "torch._dynamo.config.trace_autograd_ops = True",
 }
 """Dynamo's flags that avoid a break, by the name that its messages mention."""
@@ -64,7 +65,12 @@ def _place_of(error: Exception, cause: Exception) -> str:
 
 
 def way_out(problem: str) -> str:
-    """Return what to do about a loss function that reads, prints or logs a number; empty where that is not why."""
+    """Return what to do about a loss function that has an RNN, or that reads, prints or logs a number.
+
+    It is empty where none of these is why.
+    """
+    if "RNN, GRU, or LSTM" in problem:
+        return f"; `{_FLAGS['allow_rnn']}` lets Dynamo trace it"
     what, _, code = problem.rpartition(": ")
     if code.startswith(("if ", "while ")):  # the number decides what comes next
         return ""

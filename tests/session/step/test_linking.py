@@ -173,3 +173,23 @@ def test_a_model_may_assign_a_tensor_to_where_it_was(count: int) -> None:
         parts = [towers_loss(model, part) for part in split_evenly(batch, count)]
         torch.testing.assert_close(loss, torch.stack(parts).mean().detach() * (seed + 1), rtol=1e-4, atol=1e-5)
     assert step.verdicts == ["plan"]
+
+
+def test_an_rnn_is_a_loop_and_a_line_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    """And what it says makes the step a program with the same numbers."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)[0].square().mean()
+
+    torch.manual_seed(0)
+    model, x = nn.LSTM(6, 8, batch_first=True), torch.randn(4, 5, 6)
+    step = compile_step(model, loss_fn, options=EAGER)
+    with caplog.at_level("INFO", "apollo_compile"):
+        step(x)
+    flag = "torch._dynamo.config.allow_rnn = True"
+    assert f"`{flag}` lets Dynamo trace it" in caplog.text
+    with torch._dynamo.config.patch(allow_rnn=True):
+        step = compile_step(model, loss_fn, options=EAGER)
+        losses = [step(x) for _ in range(3)]
+    assert ran_as_program(step)
+    torch.testing.assert_close(losses[-1], loss_fn(model, x).detach(), rtol=1e-4, atol=1e-5)
