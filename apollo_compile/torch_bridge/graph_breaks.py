@@ -75,7 +75,8 @@ def way_out(problem: str) -> str:
     if code.startswith(("if ", "while ")):  # the number decides what comes next
         return ""
     is_read = any(word in what for word in ("Tensor.item", "tolist", "logging.Logger")) or code.startswith("print(")
-    return "; return the tensor instead, and read `step.outputs` after the step" if is_read else ""
+    skip = "; or let Dynamo skip it, with `torch._dynamo.config.ignore_logging_functions`" * ("logging.Logger" in what)
+    return f"; return the tensor instead, and read `step.outputs` after the step{skip}" if is_read else ""
 
 
 def is_of_user(error: Exception) -> bool:
