@@ -209,7 +209,7 @@ def test_a_report_of_nothing_says_what_to_do() -> None:
     nothing = report_of()
     assert str(nothing).startswith("nothing compiled for this model has run yet: call the compiled model first")
     assert "Without a model, report() covers everything that was compiled" in str(nothing)
-    assert "With the option `disable` or APOLLO_DISABLE=1 nothing is reported" in str(nothing)
+    assert "With the option disable or APOLLO_DISABLE=1 nothing is reported" in str(nothing)
     assert "call the compiled model first" in nothing.to_html()
 
 
