@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch._dynamo import eval_frame
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _RUNS_EAGER = ("force_eager", "eager_on_recompile")
 """Stances with which `torch.compile` calls functions as they are."""
@@ -13,9 +13,10 @@ _RUNS_EAGER = ("force_eager", "eager_on_recompile")
 def is_each_operator_seen() -> bool:
     """Return whether a dispatch mode, such as `FlopCounterMode`, sees each operator that this thread runs.
 
-    Dynamo compiles nothing then, and a function that it has skipped for that it skips for good.
+    Dynamo compiles nothing then, and a function that it has skipped for that it skips for good. Torch's own flag is for
+    all threads, and stays set where two of them leave their modes in another order than they entered them.
     """
-    return is_in_torch_dispatch_mode(include_infra_modes=False)
+    return any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def mode_against_programs() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,3 +41,11 @@ def test_what_a_program_would_not_follow_is_named(
         assert mode_against_programs() == reason
         assert is_each_operator_seen() is (mode is count)
     assert mode_against_programs() is None
+
+
+def test_modes_of_other_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does torch's flag, which stays set for good where threads leave modes in another order than they entered."""
+    with ThreadPoolExecutor(1) as other, count():
+        assert is_each_operator_seen() and not other.submit(is_each_operator_seen).result()
+    monkeypatch.setattr(torch.utils._python_dispatch, "_is_in_non_infra_torch_dispatch_mode", True)
+    assert not is_each_operator_seen()
