@@ -76,7 +76,8 @@ def differentiate(
     try:
         gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(outputs, *args, **kwargs)
     finally:
-        fx.traceback.current_meta.pop(_MARK, None)
+        if not _IS_MARKED_BY_TORCH:
+            fx.traceback.current_meta.pop(_MARK, None)
     return gradients
 
 

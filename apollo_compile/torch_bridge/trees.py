@@ -52,7 +52,7 @@ def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]]
     leaves, structure = pytree.tree_flatten(tree)
     names = [_names_of(leaf) for leaf in leaves]
     if not any(names):
-        return flatten(tree)
+        return leaves, str(structure), lambda others: pytree.tree_unflatten(list(others), structure)
     parts = [
         [leaf] if not own else [_part(leaf, name) for name in own] for leaf, own in zip(leaves, names, strict=True)
     ]

@@ -8,7 +8,7 @@ from apollo_compile.torch_bridge.gradients import find_shared, own_gradients
 
 
 def test_gradients_get_memory_of_their_own_laid_out_like_their_parameters() -> None:
-    """Where it is that of another gradient or of an input, or is laid out otherwise."""
+    """Copy a gradient that shares memory with another one or with an input, or that has other strides."""
     given, other = torch.ones(2, 3), torch.ones(2, 3)
     parameters = [torch.zeros(2, 3)] * 4
     gradients = [other, other, given, torch.ones(3, 2).T]

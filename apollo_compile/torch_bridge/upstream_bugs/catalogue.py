@@ -40,7 +40,7 @@ UPSTREAM_BUGS = (
         file="expanded_writes.py",
         defect="writes in place to a tensor whose elements share memory",
         report="https://github.com/pytorch/pytorch/issues/183986",  # 2.14.1 asks for expanded tensors, not for windows
-        seen_in=("2.11", "2.13", "2.14"),
+        seen_in=("2.11", "2.12", "2.13", "2.14"),
         test="test_torch_writes_to_all_elements_that_share_memory",
     ),
     UpstreamBug(

@@ -105,7 +105,7 @@ def test_a_write_arrives_where_a_number_of_python_makes_dynamo_trace_again() -> 
 
 @pytest.mark.skipif(not HAS_DEFECT, reason="torch is left alone")
 def test_a_number_that_is_only_read_is_traced_once() -> None:
-    """By itself torch traces it twice, for nothing."""
+    """Trace it once, where torch alone traces it twice for nothing."""
     graphs: list[fx.GraphModule] = []
 
     def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

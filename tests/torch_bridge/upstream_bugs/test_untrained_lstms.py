@@ -52,7 +52,7 @@ def test_torch_does_not_train_an_lstm_that_reads_the_batch() -> None:
 @ALLOWED
 @pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}], ids=len)
 def test_gradients_of_an_lstm_are_those_of_eager(settings: dict[str, Any]) -> None:
-    """Of all its weights."""
+    """Compare the gradients of all its weights with those of eager."""
     model = nn.LSTM(6, 8, **settings)
     expected = copy.deepcopy(model)
     compiled, _ = _compile(model, is_fixed=True)
