@@ -13,7 +13,7 @@ settled variant that is compared.
     TRACED_WHOLE  the optimizer inside that graph, too
     COMPILED      `apollo_compile.compile_step`
 
-Of a learner a step is one update: a loop for each of its phases, or a `compile_step` for each.
+Of a learner a step is one update: a loop, a traced graph, or a `compile_step` for each of its phases.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ from benchmarks.workloads.learners import LEARNERS, Learner, MakeStep, Update, b
 LOOP, FULL_BATCH, TRACED, TRACED_WHOLE, COMPILED = (
     f"{__name__}:{name}" for name in ("Loop", "FullBatch", "TracedStep", "TracedWholeStep", "CompiledStep")
 )
-OF_LEARNERS: Mapping[str, str] = {LOOP: f"{__name__}:Updates", COMPILED: f"{__name__}:CompiledUpdates"}
+OF_LEARNERS: Mapping[str, str] = {
+    LOOP: f"{__name__}:Updates",
+    TRACED: f"{__name__}:TracedUpdates",
+    COMPILED: f"{__name__}:CompiledUpdates",
+}
 """Steppers of learners, whose step is one update, with the optimizers of its phases."""
 
 COMPARED = "changes of weights"
@@ -185,7 +189,7 @@ class TracedStep(Loop):
         )
 
     def _whole(self) -> Callable[[Sequence[Mapping[str, Tensor]]], Any]:
-        return _sum_gradients(self.built, self.parameters)
+        return _sum_gradients(self.built.model, self.built.loss_fn, self.parameters)
 
     def step(self) -> Tensor:
         """Take one step."""
@@ -201,7 +205,7 @@ class TracedWholeStep(TracedStep):
     """The update inside the graph, too: the functional form of the optimizer, on a state of its own."""
 
     def _whole(self) -> Callable[[Sequence[Mapping[str, Tensor]]], Any]:
-        compute, parameters = _sum_gradients(self.built, self.parameters), self.parameters
+        compute, parameters = super()._whole(), self.parameters
         if self.built.optimizer == "sgd":
             self._state: tuple[list[Tensor], ...] = ()
 
@@ -306,6 +310,30 @@ class Updates(Loop):
             optimizer.load_state_dict(state)
 
 
+class TracedUpdates(Updates):
+    """Updates of a learner with forward and backward of each phase as one graph, for whatever backend compiles it."""
+
+    def make_step(self, backend: str | None, options: dict[str, Any]) -> MakeStep:
+        """Return what makes the step of a phase."""
+        torch._dynamo.config.trace_autograd_ops = True  # for good: the process takes no other steps
+        compiled = {"backend": backend or "eager", "fullgraph": True, "dynamic": False, "options": options or None}
+
+        def make(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer) -> Callable[[Any], Tensor]:
+            parameters = optimizer.param_groups[0]["params"]
+            compute = torch.compile(_sum_gradients(model, loss_fn, parameters), **compiled)
+
+            def step(batch: Mapping[str, Tensor]) -> Tensor:
+                loss, gradients = compute([batch])
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+                return loss
+
+            return step
+
+        return make
+
+
 class CompiledUpdates(Updates):
     """Updates of a learner with a compiled step for each phase."""
 
@@ -350,10 +378,9 @@ def _trained(task: StepTask) -> list[nn.Parameter]:
 
 
 def _sum_gradients(
-    task: StepTask, parameters: Sequence[nn.Parameter]
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], parameters: Sequence[nn.Parameter]
 ) -> Callable[[Sequence[Mapping[str, Tensor]]], tuple[Tensor, list[Tensor]]]:
     """Return a function from micro-batches to their loss and its gradients, added in the loop's order."""
-    model, loss_fn = task.model, task.loss_fn
 
     def compute(parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[Tensor]]:
         total: Tensor | None = None

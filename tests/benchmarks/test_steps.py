@@ -25,6 +25,7 @@ from benchmarks.harness.whole_steps import (  # noqa: E402
     FullBatch,
     Loop,
     TracedStep,
+    TracedUpdates,
     TracedWholeStep,
     Updates,
     _change_of,
@@ -90,11 +91,16 @@ def test_all_kinds_of_steps_train_alike(kind: type[Loop], optimizer: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Updates, CompiledUpdates])
-def test_updates_of_a_learner_train_alike(kind: type[Loop], tmp_path: Path) -> None:
-    """With losses compiled by themselves, and with compiled steps."""
+@pytest.mark.parametrize(
+    ("kind", "backend", "options"),
+    [(Updates, "apollo", EAGER), (TracedUpdates, "aot_eager", {}), (CompiledUpdates, "apollo", EAGER)],
+)
+def test_updates_of_a_learner_train_alike(
+    kind: type[Loop], backend: str, options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """With losses compiled by themselves, with traced steps, and with compiled ones."""
     task = make_task("sac", "tiny", 8, "its own", 1)
-    _assert_alike(_numbers(Updates, None, {}, task, tmp_path), _numbers(kind, "apollo", EAGER, task, tmp_path))
+    _assert_alike(_numbers(Updates, None, {}, task, tmp_path), _numbers(kind, backend, options, task, tmp_path))
 
 
 def _assert_alike(expected: tuple[float, dict[str, Any]], actual: tuple[float, dict[str, Any]]) -> None:
