@@ -345,7 +345,7 @@ BUDGETS = {
     "store": 850,
     "target": 700,
     "tools": 3_500,
-    "torch_bridge": 6_020,
+    "torch_bridge": 6_075,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
@@ -363,7 +363,7 @@ SEVERAL_DEVICES = (
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 37_450, 5_680
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 37_500, 5_680
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 

@@ -6,7 +6,7 @@
                                                                                       tensor_lists
     traced_backward backwards inside Dynamo's graphs
     bodies          pieces of a graph, compiled for lanes                             cpp_wrapper, onednn,
-                                                                                      random_numbers
+                                                                                      vector_code
     whole           whole graphs, compiled as by Inductor alone
     interpret       bodies and whole graphs, run without a compiler
     attention_seeds backwards of attention that find the masks of replayed forwards

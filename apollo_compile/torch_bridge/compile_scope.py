@@ -26,9 +26,9 @@ from torch.torch_version import TorchVersion
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.torch_bridge.cpp_wrapper import lane_wrapper
-from apollo_compile.torch_bridge.random_numbers import numbers_at_once
 from apollo_compile.torch_bridge.signatures import check_signatures
 from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import STORE, fixed_scatters
+from apollo_compile.torch_bridge.vector_code import vectors_at_once
 
 _lock = threading.RLock()
 
@@ -70,8 +70,16 @@ def fixed_code_generator() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def own_code_generator() -> Iterator[None]:
+    """Generate C++ code with all that is different here, under cache keys of our own; under `compile_lock`."""
+    tag = f"{CACHE_KEY_TAG}-{torch.get_num_threads()}"
+    with fixed_code_generator(), vectors_at_once(), torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        yield
+
+
+@contextlib.contextmanager
 def as_piece() -> Iterator[None]:
-    """Hide state of the whole graph, and use cache keys of our own; under `compile_lock`.
+    """Hide state of the whole graph, and generate code of our own; under `compile_lock`.
 
     See Note [pieces of a graph].
     """
@@ -79,18 +87,12 @@ def as_piece() -> Iterator[None]:
     metadata = context.fw_metadata if context is not None else None
     strides = context.output_strides if context is not None else None
     donated = metadata.bw_donated_idxs if metadata is not None else None
-    tag = f"{CACHE_KEY_TAG}-{torch.get_num_threads()}"
     try:
         if context is not None:
             context.output_strides = None
         if metadata is not None:
             metadata.bw_donated_idxs = None
-        with (
-            fixed_code_generator(),
-            numbers_at_once(),
-            torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-            functorch_config.patch(bundled_autograd_cache=False),
-        ):
+        with own_code_generator(), functorch_config.patch(bundled_autograd_cache=False):
             yield
     finally:
         if context is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from apollo_compile.torch_bridge.aot_cache import OUTPUT_CODE
 from apollo_compile.torch_bridge.cpp_wrapper import KNOWN_SIGNATURES
-from apollo_compile.torch_bridge.random_numbers import RAND
 from apollo_compile.torch_bridge.signatures import check_signatures
 from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import STORE
+from apollo_compile.torch_bridge.vector_code import VECTORS
 
 
 def check_overrides() -> None:
@@ -15,4 +15,4 @@ def check_overrides() -> None:
     Raises:
         UnsupportedGraphError: a method is missing, or has another signature.
     """
-    check_signatures({**KNOWN_SIGNATURES, **OUTPUT_CODE, **STORE, **RAND})
+    check_signatures({**KNOWN_SIGNATURES, **OUTPUT_CODE, **STORE, **VECTORS})
