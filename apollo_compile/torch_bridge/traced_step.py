@@ -7,20 +7,21 @@ advance, so on a chain this is the fastest code that Inductor makes. Dynamo trac
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.compile_scope import compile_lock, own_code_generator
 from apollo_compile.torch_bridge.frontend import compile_plainly
 from apollo_compile.torch_bridge.trees import map_tensors
 
-TracedStepFunction = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[Sequence[Any], Sequence[torch.Tensor]]]
-"""Takes the micro-batches and their weights; returns what the loss function returned, by micro-batch, without graphs,
-and the gradients of the weighted sum of the losses."""
+Made = tuple[Sequence[Any], Sequence[torch.Tensor]]
+"""What the loss function returned, by micro-batch, without graphs, and the gradients of the weighted sum of losses."""
 
 
 def is_compile_error(error: Exception) -> bool:
@@ -38,17 +39,22 @@ def describe_compile_error(error: Exception) -> str:
 def compile_traced_step(
     call_loss: Callable[[Any], tuple[torch.Tensor, Any]],
     parameters: Sequence[torch.Tensor],
+    dtype: torch.dtype,
     settings: Mapping[str, Any],
-) -> TracedStepFunction:
-    """Return losses and gradients of a step, compiled by Inductor as one graph when it is first called.
+) -> Callable[[Sequence[Any], Sequence[float], bool], Made | None]:
+    """Return a function of micro-batches, their weights, and whether Inductor may compile their step, as one graph.
+
+    Where it would have to and may not, nothing has run, and the result is None.
 
     Arguments:
         call_loss: returns the loss of a micro-batch, and all that the loss function returned.
         parameters: what gets gradients; all of them are used.
+        dtype: of the loss.
         settings: of Inductor, by their names in `torch._inductor.config`.
     """
+    may_compile = [False]  # Dynamo keeps backends for good, so this one holds nothing else of the step
 
-    def run(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+    def run(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> Made:
         outputs = []
         gradients: Sequence[torch.Tensor] | None = None
         for part, weight in zip(parts, weights, strict=True):
@@ -59,12 +65,23 @@ def compile_traced_step(
         assert gradients is not None
         return outputs, gradients
 
-    backend = functools.partial(compile_plainly, settings=settings)
-    compiled = compile_apart(run, backend=backend, fullgraph=True, dynamic=False)
+    def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not may_compile[0]:
+            raise RuntimeError("this step is another graph")
+        with compile_lock(), own_code_generator():
+            return compile_plainly(graph_module, inputs, settings)
 
-    def call(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
-            made: tuple[Sequence[Any], Sequence[torch.Tensor]] = compiled(parts, weights)
-            return made
+    compiled = compile_apart(run, backend=compile_graph, fullgraph=True, dynamic=False)
+
+    def call(parts: Sequence[Any], weights: Sequence[float], is_first: bool) -> Made | None:
+        may_compile[0] = is_first
+        factors = [torch.tensor(weight, dtype=dtype) for weight in weights]
+        try:
+            with torch._dynamo.config.patch(trace_autograd_ops=True) if is_first else nullcontext():
+                return compiled(parts, factors)  # type: ignore[no-any-return]
+        except Exception as error:
+            if is_first or not is_compile_error(error):
+                raise
+            return None
 
     return call

@@ -50,7 +50,7 @@ def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]]
     These are data classes, namespaces, and what is like a dictionary, as batches of Hugging Face's tokenizers are.
     """
     leaves, structure = pytree.tree_flatten(tree)
-    names = [_names_of(leaf) for leaf in leaves]
+    names = [() if isinstance(leaf, torch.Tensor) else _names_of(leaf) for leaf in leaves]
     if not any(names):
         return leaves, str(structure), lambda others: pytree.tree_unflatten(list(others), structure)
     parts = [

@@ -189,7 +189,7 @@ def join_graphs(
                 "or make it a parameter of the model"
             )
     if not all(tensor.is_leaf for tensor in state.values()):
-        raise UnsupportedGraphError("a parameter is computed from others")
+        raise UnsupportedGraphError("a parameter is computed from others; update it under `torch.no_grad()`")
     tangents = [value for value in names_of(other, other.inputs) if value.startswith(TANGENT)]
     if len(tangents) != 1:
         raise UnsupportedGraphError(f"{len(tangents)} outputs of the loss function need gradients; expected the loss")

@@ -38,7 +38,7 @@ def split_evenly(batch: Any, count: int) -> Sequence[Any]:
     if len(sizes) != 1 or min(sizes) == 0 or min(sizes) % count:
         raise TargetError(
             f"cannot split a batch into {count} micro-batches: its tensors have sizes {sorted(sizes)} along "
-            f"dimension 0; expected one size, a multiple of {count}, or pass split="
+            f"dimension 0 (0 if there is none); expected one size, a multiple of {count}, or pass split="
         )
     _refuse_lists(batch, min(sizes), count)
     pieces = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else count * (leaf,) for leaf in leaves]

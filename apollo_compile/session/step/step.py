@@ -201,12 +201,13 @@ class Step:
         if variant is Variant.EAGER:  # which needs no guards; autocast would keep copies of weights between steps
             is_usual = not torch.is_autocast_enabled(program.micro.device.type)
             return self._run_in_eager(tuner, parts, weights) if is_usual else None
-        found = self._note_inputs(parts, tuner, graph)
+        is_guarded = variant is Variant.TRACED and tuner.traced is not None and tuner.traced.is_ready
+        found = None if is_guarded else self._note_inputs(parts, tuner, graph)
+        if variant is Variant.TRACED and (is_guarded or found is not None):  # at first for the parameters of this graph
+            return self._run_traced(tuner, parts, weights)
         if found is None:
             return None
         noted, returned = found
-        if variant is Variant.TRACED:  # its guards do not cover parameters that get gradients only now
-            return self._run_traced(tuner, parts, weights)
         try:
             program.variants.use(variant)
             outputs, gradients = program.run([each.inputs for each in noted], weights)
@@ -234,8 +235,7 @@ class Step:
         found = self._loss.note_inputs(parts, graph)
         if found is None:
             return None
-        noted, _ = found
-        given = [each.inputs for each in noted]
+        given = [each.inputs for each in found[0]]
         if not tuner.program.takes(given):
             graph.unlink()
             return None

@@ -22,7 +22,7 @@ from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.returned import find_loss, loss_in
 from apollo_compile.torch_bridge.gradients import find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.settings import inductor_settings
-from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
+from apollo_compile.torch_bridge.traced_step import Made, compile_traced_step, describe_compile_error, is_compile_error
 from apollo_compile.torch_bridge.trees import map_tensors
 
 _logger = logging.getLogger(__name__)
@@ -61,28 +61,29 @@ class TracedStep:
         """Whether it is compiled, and its step is known to be the loop's."""
         self._program = program
         self._compiled = compiled
-        self._run = compile_traced_step(partial(_call_loss, call), program.parameters, settings)
+        self._run = compile_traced_step(
+            partial(_call_loss, call), program.parameters, program.micro.loss_dtype, settings
+        )
 
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
         """Store the gradients of these micro-batches in `.grad`; return the results of the loss function.
 
-        The caller clips, and steps the optimizer. The result is None, and nothing has changed, where the loop's
-        gradients are not finite, so that it cannot be compared with the loop: then this step is a loop.
+        The caller clips, and steps the optimizer. The result is None, and nothing has changed, where it is another
+        graph now, or the loop's gradients are not finite, so that it cannot be compared: then this step is a loop.
 
         Raises:
             CandidateError: it cannot be compiled, or computes other results; nothing has changed.
         """
-        made = self._call(parts, weights) if self.is_ready else self._prove(parts, weights)
+        made = self._run(parts, weights, False) if self.is_ready else self._prove(parts, weights)
         if made is None:
+            self.is_ready = False
             return None
         returned, gradients = made
         parameters = self._program.parameters
         leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
         return returned
 
-    def _prove(
-        self, parts: Sequence[Any], weights: Sequence[float]
-    ) -> tuple[Sequence[Any], Sequence[torch.Tensor]] | None:
+    def _prove(self, parts: Sequence[Any], weights: Sequence[float]) -> Made | None:
         """Compile it, and take a step that equals the loop's; None where the loop's gradients are not finite.
 
         Raises:
@@ -96,19 +97,19 @@ class TracedStep:
         try:
             with Progress(f"compiling {program.name} as one graph", expected_ns=compile_ns(program)) as progress:
                 progress.at("Inductor, to be compared with the program,")
-                returned, gradients = self._call(parts, weights)
+                made = self._call(parts, weights)
             if not torch.equal(torch.get_rng_state(), drawn):
                 raise CandidateError("it draws other random numbers than the loop")
-            self.is_ready = agree(gradients, expected)
+            self.is_ready = made is not None and agree(made[1], expected)
         finally:
             if not self.is_ready:
                 before.restore()
-        return (returned, gradients) if self.is_ready else None
+        return made if self.is_ready else None
 
-    def _call(self, parts: Sequence[Any], weights: Sequence[float]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+    def _call(self, parts: Sequence[Any], weights: Sequence[float]) -> Made | None:
         try:
-            return self._run(parts, [torch.tensor(weight, dtype=self._program.micro.loss_dtype) for weight in weights])
-        except Exception as error:  # of a compile, which guards may ask for in any step
+            return self._run(parts, weights, True)
+        except Exception as error:
             if is_compile_error(error):
                 raise CandidateError(describe_compile_error(error)) from error
             raise

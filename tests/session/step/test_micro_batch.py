@@ -70,7 +70,7 @@ FORWARD_THAT_RETURNS = replace(FORWARD, contract=Contract(user_outputs=frozenset
             r"something else than parameters of the model requires gradients: a tensor with \d+ elements? of "
             "torch.float32; detach it, or make it a parameter of the model",
         ),
-        ({"inputs": [WEIGHT * 2, STATISTIC, X], "owned": None}, "a parameter is computed from others"),
+        ({"inputs": [WEIGHT * 2, STATISTIC, X], "owned": None}, "update it under `torch.no_grad"),
         ({"backward": code_of("product", "gradient - -")}, "0 outputs of the loss function need gradients; expected"),
         ({"backward": code_of("tangents_1 tangents_2", "gradient - -")}, "2 outputs of the loss function need"),
         (

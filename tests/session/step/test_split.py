@@ -60,8 +60,8 @@ def test_a_single_part_is_the_batch_itself() -> None:
     ("batch", "problem"),
     [
         ({"x": torch.zeros(8, 2), "y": torch.zeros(4)}, r"sizes \[4, 8\] along dimension 0"),
-        ({"x": torch.zeros(7)}, r"sizes \[7\] along dimension 0; expected one size, a multiple of 2"),
-        ({"x": torch.zeros(8), "scale": torch.tensor(1.0)}, r"sizes \[0, 8\]"),
+        ({"x": torch.zeros(7)}, r"sizes \[7\] along dimension 0.*; expected one size, a multiple of 2"),
+        ({"x": torch.zeros(8), "scale": torch.tensor(1.0)}, r"sizes \[0, 8\] .* \(0 if there is none\)"),
         ({"names": "no tensors"}, "found no tensors in a dict"),
         ({"x": torch.zeros(8), "weights": [0.5] * 8}, "a list in it has 8 elements, one for every sample, such as 0.5"),
         ((torch.zeros(8), {"ids": tuple(range(8))}), "a tuple in it has 8 elements"),

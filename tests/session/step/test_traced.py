@@ -81,14 +81,21 @@ def test_weights_are_read_in_every_step_of_a_loop_inside_of_autocast() -> None:
     ],
     ids=["a layer is thawed", "a layer is frozen", "a layer comes"],
 )
-def test_what_is_trained_may_change_before_inductor_traces_the_step(
-    change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["before", "afterwards"])
+def test_what_is_trained_may_change_before_inductor_traces_the_step_and_afterwards(
+    is_compiled: bool, change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its gradients are of the parameters that the program has, and only guards of the loss function know of others."""
+    """Its gradients are of the parameters that the program has: guards of the loss function or its own know of others.
+
+    Nothing else is compiled then, and the step is a loop.
+    """
     compile_nothing(monkeypatch)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
     step = compile_step(model, chain_loss, options=COMPARED)
     while not (step.tuners and step.tuners[0].is_settled):
+        step(chain_batch(0))
+    (tuner,) = step.tuners
+    while is_compiled and not (tuner.traced is not None and tuner.traced.is_ready):
         step(chain_batch(0))
     while step.tuners[0].begin_step(0) is not Variant.TRACED:  # if nothing changes
         pass
