@@ -7,12 +7,7 @@ import random
 
 import pytest
 
-from apollo_compile.autotune.comparison import (
-    MAX_ROUNDS,
-    PER_TURN,
-    Comparison,
-    interval_of_median,
-)
+from apollo_compile.autotune.comparison import MAX_ROUNDS, PER_TURN, Comparison, interval_of_median
 from apollo_compile.ir import MIN_ROUNDS
 from tests.autotune.machine import ENOUGH, INDUCTOR, PLAN, SERIAL, STEPS_PER_TURN, Graph, Machine
 
@@ -80,8 +75,7 @@ def test_a_few_comparable_rounds_are_no_verdict() -> None:
         machine.step(*((0, 1) if is_early or forward.variant == SERIAL else (0,)))
         machine.autotuner._last = backward
     (verdict,) = machine.verdicts
-    assert verdict.winner == PLAN
-    assert 0 < verdict.standings[0].num_rounds < MIN_ROUNDS
+    assert verdict.winner == PLAN and 0 < verdict.standings[0].num_rounds < MIN_ROUNDS
 
 
 def test_a_comparison_ends_after_its_last_round_even_without_a_comparable_one() -> None:
@@ -90,8 +84,7 @@ def test_a_comparison_ends_after_its_last_round_even_without_a_comparable_one() 
     steps = 0
     while comparison.begin_step() is not None:
         steps += 1
-    assert steps == comparison.num_steps == 2 * MAX_ROUNDS * STEPS_PER_TURN
-    assert comparison.winner() == SERIAL
+    assert steps == comparison.num_steps == 2 * MAX_ROUNDS * STEPS_PER_TURN and comparison.winner() == SERIAL
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from apollo_compile.autotune.candidates import Candidate
-from tests.autotune.machine import INDUCTOR, PLAN, SERIAL, Subject
-
-ENOUGH = 1000
-"""Steps in which every comparison ends."""
+from tests.autotune.machine import ENOUGH, INDUCTOR, PLAN, SERIAL, Subject
 
 
 def test_there_is_nothing_to_compare_before_candidates_are_offered_and_of_a_single_one() -> None:

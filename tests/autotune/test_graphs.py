@@ -26,16 +26,23 @@ from tests.builders import in_threads
 
 
 def test_a_clearly_faster_plan_stays_and_inductor_is_not_compiled() -> None:
-    """Its segments in turn are slower by more than Inductor is likely to make up."""
+    """Its segments in turn are slower by more than Inductor is likely to make up.
+
+    Forward and backward of a step run the same variant, and most steps after the verdict are not looked at.
+    """
     machine = Machine(*halves({SERIAL: 30, PLAN: 22}))
     machine.run(ENOUGH)
     (verdict,) = machine.verdicts
     assert verdict.winner == PLAN and [s.name for s in verdict.standings] == [PLAN, SERIAL]
-    assert verdict.standings[1].ratio == pytest.approx(30 / 22, rel=0.01)
-    assert verdict.standings[0].step_ns == pytest.approx(22e6, rel=0.01)
     assert verdict.num_steps == 2 * MIN_ROUNDS * STEPS_PER_TURN
-    assert machine.num_prepared == 0 and machine.graphs[0].used[-1] == machine.graphs[1].used[-1] == PLAN
+    assert str(verdict) == "plan 22.00 ms a step, segments in turn 30.00 ms (1.36x); measured in 30 steps"
+    assert machine.num_prepared == 0
     assert machine.kept == [{INDUCTOR, SERIAL, PLAN}, {INDUCTOR, PLAN}]
+    forward, backward = (graph.used for graph in machine.graphs)
+    assert forward == backward and set(forward) == {SERIAL, PLAN} and forward[-1] == PLAN
+    before, steps = machine.num_watched, 100 * LOOK_EVERY
+    machine.run(steps)
+    assert machine.num_watched - before <= 2 * steps / LOOK_EVERY
 
 
 @pytest.mark.parametrize(
@@ -62,8 +69,7 @@ def test_the_comparison_waits_until_the_plans_are_final() -> None:
     backward.is_settled = True
     machine.run(ENOUGH)
     assert machine.verdicts
-    alone = (Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15}, is_settled=False))
-    machine = Machine(*alone)
+    machine = Machine(Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15}, is_settled=False))
     for _ in range(ENOUGH):
         machine.step(0)
     assert machine.verdicts
@@ -92,8 +98,7 @@ def test_an_interrupted_compile_is_done_again() -> None:
         machine.run(ENOUGH)
     assert not machine.autotuner.is_settled and machine.verdicts == []
     machine.run(ENOUGH)
-    assert [verdict.winner for verdict in machine.verdicts] == [INDUCTOR]
-    assert machine.autotuner.is_settled
+    assert [verdict.winner for verdict in machine.verdicts] == [INDUCTOR] and machine.autotuner.is_settled
 
 
 def test_a_paused_tuner_leaves_the_plans() -> None:
@@ -144,8 +149,7 @@ def test_a_verdict_of_an_earlier_process_holds_until_times_drift() -> None:
 def test_a_graph_that_no_earlier_process_knew_is_decided_about() -> None:
     """Whenever it runs for the first time, as a backward does that was left out so far."""
     forward = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 20}, remembered=earlier(PLAN))
-    backward = Graph({SERIAL: 10, PLAN: 15, INDUCTOR: 20})
-    machine = Machine(forward, backward)
+    machine = Machine(forward, Graph({SERIAL: 10, PLAN: 15, INDUCTOR: 20}))
     for _ in range(4):
         machine.step(0)
     assert machine.verdicts == []
@@ -180,16 +184,3 @@ def test_another_thread_in_the_middle_of_a_step_changes_nothing() -> None:
     assert forward.variant == backward.variant == variant
     machine.run(ENOUGH)
     assert machine.verdicts[0].winner == PLAN
-
-
-def test_all_graphs_of_a_step_run_the_same_variant_and_most_steps_after_the_verdict_are_not_looked_at() -> None:
-    """The choice changes between steps, never between forward and backward; the verdict reads as one line."""
-    forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
-    machine = Machine(forward, backward)
-    machine.run(ENOUGH)
-    assert forward.used == backward.used and set(forward.used) == {SERIAL, PLAN}
-    before, steps = machine.num_watched, 100 * LOOK_EVERY
-    machine.run(steps)
-    assert machine.num_watched - before <= 2 * steps / LOOK_EVERY
-    (verdict,) = machine.verdicts
-    assert str(verdict) == "plan 22.00 ms a step, segments in turn 30.00 ms (1.36x); measured in 30 steps"

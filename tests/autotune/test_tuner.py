@@ -12,10 +12,7 @@ from apollo_compile.autotune.comparison import PER_TURN
 from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
 from apollo_compile.autotune.tuner import ABANDONED_NS
 from apollo_compile.ir import MIN_ROUNDS, Variant
-from tests.autotune.machine import INDUCTOR, LOOP, MS, PLAN, SERIAL, TRACED, S, Subject, earlier
-
-ENOUGH = 1000
-"""Steps in which every comparison ends."""
+from tests.autotune.machine import ENOUGH, INDUCTOR, LOOP, MS, PLAN, SERIAL, TRACED, S, Subject, earlier
 
 
 def test_a_late_candidate_is_compiled_when_that_is_a_small_share_of_the_training_time() -> None:
@@ -57,8 +54,7 @@ def test_an_urgent_candidate_is_compiled_before_the_verdict() -> None:
 def test_a_candidate_that_cannot_be_compiled_is_tried_once(is_urgent: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The others have their verdict, and one warning says why."""
     subject = Subject({SERIAL: 20, PLAN: 10})
-    late = subject.late(INDUCTOR, cost_s=0.1, fails=True, is_urgent=lambda verdict: is_urgent)
-    subject.offer(late, SERIAL, PLAN)
+    subject.offer(subject.late(INDUCTOR, cost_s=0.1, fails=True, is_urgent=lambda verdict: is_urgent), SERIAL, PLAN)
     subject.run(5 * ENOUGH)
     assert subject.winners == [PLAN] and subject.prepared == [INDUCTOR] and subject.used[-1] == PLAN
     warnings = [line for line in caplog.messages if "is not compared" in line]
@@ -68,13 +64,8 @@ def test_a_candidate_that_cannot_be_compiled_is_tried_once(is_urgent: bool, capl
 def test_a_candidate_that_compiles_in_its_own_steps_is_not_timed_until_it_is_ready() -> None:
     """As a traced step, which needs a batch to be compiled."""
     subject = Subject({LOOP: 20, TRACED: 8, PLAN: 10})
-    num_steps = [0]
-
-    def is_ready() -> bool:
-        num_steps[0] += 1
-        return num_steps[0] > 3
-
-    late = Candidate(variant=TRACED, is_late=True, cost_ns=0, is_ready=is_ready)
+    answers = iter(3 * [False])
+    late = Candidate(variant=TRACED, is_late=True, cost_ns=0, is_ready=lambda: next(answers, True))
     subject.offer(LOOP, late, PLAN)
     while TRACED not in subject.used:
         subject.step()
