@@ -53,7 +53,7 @@ class Runner:
     """An executor that takes and returns tensors; `lanes` has one string of instructions per lane.
 
     `"wait 0; 2: 1 2! -> 3; record 1; release 0"` launches segment 2 with body 2 in the middle: it is lent buffer 1,
-    takes buffer 2 and writes buffer 3.
+    takes buffer 2 and writes buffer 3. `wrap` makes what the native executor calls of a body.
     """
 
     def __init__(
@@ -62,19 +62,17 @@ class Runner:
         program: Sequence[str],
         bodies: Sequence[Any],
         *,
-        inputs: Sequence[int] = (0,),
         outputs: Sequence[int],
-        num_buffers: int = 8,
-        num_events: int = 4,
+        wrap: Callable[[Any], Any] = body,
     ) -> None:
         self.native = _native.Executor(
             lanes,
             instructions=[_encode(line) for line in program],
-            num_buffers=num_buffers,
-            num_events=num_events,
-            inputs=inputs,
+            num_buffers=8,
+            num_events=4,
+            inputs=[0],
             outputs=outputs,
-            bodies=list(map(body, bodies)),
+            bodies=list(map(wrap, bodies)),
             **tensor_addresses(),
         )
 

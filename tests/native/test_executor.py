@@ -12,7 +12,7 @@ import torch
 
 from apollo_compile import _native
 from apollo_compile.errors import InvariantError
-from tests.native.runner import JOIN, Runner, Tensors, give, take, tensor_addresses
+from tests.native.runner import JOIN, Runner, Tensors, take
 
 
 def add_one(tensors: Tensors) -> Tensors:
@@ -43,9 +43,7 @@ def test_an_input_that_is_returned_is_the_same_object(lanes: _native.Lanes) -> N
     run = Runner(lanes, ["", "", ""], [], outputs=[0, -1, 0])
     tensor = torch.ones(3)
     first, nothing, second = run(tensor)
-    assert first is tensor
-    assert nothing is None
-    assert second is tensor
+    assert first is second is tensor and nothing is None
 
 
 def test_a_taken_buffer_dies_inside_the_body_that_took_it(lanes: _native.Lanes) -> None:
@@ -107,21 +105,11 @@ def test_an_exception_comes_out_as_the_same_object(lanes: _native.Lanes) -> None
     assert all(span[0] != 2 for span in run.native.spans())
 
 
-def test_bodies_and_inputs_that_do_not_fit_are_errors(lanes: _native.Lanes) -> None:
-    """The message has the numbers, or says what is wanted."""
+def test_programs_bodies_and_inputs_that_do_not_fit_are_errors(lanes: _native.Lanes) -> None:
+    """The message has the numbers, or says what is wanted, or what is wrong and where."""
 
-    def executor(body: Any) -> _native.Executor:
-        launch = [_native.LAUNCH, 0, 0, 1, 0, 1, 1, 1]  # segment 0 takes buffer 0 and writes buffer 1
-        return _native.Executor(
-            lanes,
-            instructions=[launch, [], []],
-            num_buffers=2,
-            num_events=0,
-            inputs=[0],
-            outputs=[1],
-            bodies=[body],
-            **tensor_addresses(),
-        )
+    def unwrapped(body: Any) -> Runner:
+        return Runner(lanes, ["0: 0! -> 1", "", ""], [body], outputs=[1], wrap=lambda body: body)
 
     twice, once = (Runner(lanes, ["0: 0 -> 1", "", ""], [lambda t, n=n: n * t], outputs=[1]) for n in (2, 1))
     with pytest.raises(ValueError, match="returned 2 tensors instead of 1"):
@@ -131,13 +119,9 @@ def test_bodies_and_inputs_that_do_not_fit_are_errors(lanes: _native.Lanes) -> N
     with pytest.raises(ValueError, match="takes 1 inputs and got 0"):
         once()
     with pytest.raises(TypeError, match="a body must be a NativeBody or callable"):
-        executor(5)
+        unwrapped(5)
     with pytest.raises(TypeError, match="tensors must come as a list of capsules"):
-        executor(lambda handles: len(take(handles))).run(give([torch.ones(3)]))
-
-
-def test_a_program_that_cannot_run_is_refused(lanes: _native.Lanes) -> None:
-    """The error says what is wrong, and where."""
+        unwrapped(lambda handles: len(take(handles)))(torch.ones(3))
     with pytest.raises(InvariantError, match=r"in a circle.*lane 1, instruction 0"):
         Runner(lanes, ["", "wait 0; record 1", "wait 1; record 0"], [], outputs=[0])
 
