@@ -24,6 +24,7 @@ from apollo_compile.passes.partition import partition_graph
 aten = torch.ops.aten
 inductor = torch.ops.inductor
 prims = torch.ops.prims
+collectives = torch.ops._c10d_functional
 
 
 class Hand:
@@ -67,6 +68,12 @@ def hand() -> Hand:
 
 def _value(node: fx.Node) -> Any:
     return node.meta["val"]
+
+
+def valued(node: fx.Node, value: Any) -> fx.Node:
+    """Give a node another value."""
+    node.meta["val"] = value
+    return node
 
 
 def capture(graph_module: fx.GraphModule) -> Capture:
@@ -158,8 +165,7 @@ def test_modules_of_several_models_begin_with_the_variables_that_hold_them() -> 
 
 def test_what_autograd_made_is_told_apart_in_whole_steps_only(hand: Hand) -> None:
     """A graph with the backward alone has nothing to tell it from."""
-    first = hand.call(aten.neg.default, hand.input("x", 2))
-    second = hand.call(aten.neg.default, first)
+    second = hand.call(aten.neg.default, hand.call(aten.neg.default, hand.input("x", 2)))
     second.meta["autograd_backward"] = True
     graph_module = hand.module([second])
     for role in Role:
@@ -170,9 +176,9 @@ def test_what_autograd_made_is_told_apart_in_whole_steps_only(hand: Hand) -> Non
 # ----------------------------------------------------------------------------------------------------------- kinds
 
 
-def test_views_are_cheap_and_copies_are_not(hand: Hand) -> None:
-    """Also `_unsafe_view`, whose schema hides that it is one."""
-    x = hand.input("x", 4, 6)
+def test_views_and_factories_are_cheap_and_copies_and_draws_are_not(hand: Hand) -> None:
+    """The schema of `_unsafe_view` hides that it is a view, and a clone of `rand` would be another draw."""
+    x, cpu = hand.input("x", 4, 6), torch.device("cpu")
     views = [
         hand.call(aten.view.default, x, [24]),
         hand.call(aten.permute.default, x, [1, 0]),
@@ -185,33 +191,25 @@ def test_views_are_cheap_and_copies_are_not(hand: Hand) -> None:
         hand.call(aten.detach.default, x),
         hand.call(aten._unsafe_view.default, x, [24]),
     ]
-    copies = [
-        hand.call(aten.clone.default, x),
-        hand.call(aten.add.Tensor, x, 1),
-        hand.call(aten.cat.default, [x, x]),
-        hand.call(prims.convert_element_type.default, x, torch.float64),
-        hand.call(aten.full_like.default, x, 1),
-    ]
-    made = hand.capture(*copies)
-    assert by_name(made, x).kind is NodeKind.INPUT
-    assert {by_name(made, node).kind for node in views} == {NodeKind.CHEAP}
-    assert {by_name(made, node).kind for node in copies} == {NodeKind.COMPUTE}
-    assert {by_name(made, node).work.kernels for node in views} == {0}
-
-
-def test_factories_without_inputs_are_cheap_and_random_ones_are_not(hand: Hand) -> None:
-    """A clone of `rand` would be another draw."""
-    cpu = torch.device("cpu")
     factories = [
         hand.call(aten.full.default, [2], 1.0, device=cpu, pin_memory=False),
         hand.call(aten.arange.start_step, 0, 4, 1, device=cpu),
         hand.call(aten.scalar_tensor.default, 1.0, device=cpu),
         hand.call(prims.iota.default, 4, start=0, step=1, dtype=torch.int64, device=cpu, requires_grad=False),
     ]
-    draw = hand.call(aten.rand.default, [2], device=cpu)
-    made = hand.capture(draw)
-    assert {by_name(made, node).kind for node in factories} == {NodeKind.CHEAP}
-    assert by_name(made, draw).kind is NodeKind.COMPUTE
+    computed = [
+        hand.call(aten.clone.default, x),
+        hand.call(aten.add.Tensor, x, 1),
+        hand.call(aten.cat.default, [x, x]),
+        hand.call(prims.convert_element_type.default, x, torch.float64),
+        hand.call(aten.full_like.default, x, 1),
+        hand.call(aten.rand.default, [2], device=cpu),
+    ]
+    made = hand.capture(*computed)
+    assert by_name(made, x).kind is NodeKind.INPUT
+    assert {by_name(made, node).kind for node in (*views, *factories)} == {NodeKind.CHEAP}
+    assert {by_name(made, node).kind for node in computed} == {NodeKind.COMPUTE}
+    assert {by_name(made, node).work.kernels for node in views} == {0}
 
 
 def test_values_of_multi_output_operators_are_projections(hand: Hand) -> None:
@@ -280,8 +278,7 @@ def test_outputs_may_be_none_inputs_aliases_and_repeats(hand: Hand) -> None:
     """In the order of the return."""
     x = hand.input("x", 4)
     view, value = hand.call(aten.view.default, x, [2, 2]), hand.call(aten.neg.default, x)
-    made = hand.capture(None, x, view, value, value, None)
-    assert made.outputs == (None, 0, 1, 2, 2, None)
+    assert hand.capture(None, x, view, value, value, None).outputs == (None, 0, 1, 2, 2, None)
 
 
 # ------------------------------------------------------------------------------------------------------------ order
@@ -403,24 +400,18 @@ def test_memory_that_is_filled_later_is_made_once(hand: Hand) -> None:
 
 
 def test_what_an_operator_returns_of_what_it_wrote_to_is_the_same_memory(hand: Hand) -> None:
-    """Readers of its result come before the next write, as readers of its argument do."""
+    """Readers of its result come before the next write, as readers of its argument do.
+
+    What is read already is not named again: `after` is for order without a value.
+    """
     state, new = hand.input("state", 4), hand.input("new", 4)
     first = hand.call(aten.copy_.default, state, new)
     reader = hand.call(aten.neg.default, hand.call(aten.view.default, first, [2, 2]))
-    second = hand.call(aten.copy_.default, state, hand.call(aten.exp.default, new))
+    direct = hand.call(aten.exp.default, first)
+    second = hand.call(aten.copy_.default, state, direct)
     made = hand.capture(reader, second)
-    assert str(reader) in after(made, second)
-
-
-def test_what_is_read_already_is_not_named_again(hand: Hand) -> None:
-    """`after` is for order without a value."""
-    state = hand.input("state", 4)
-    new = hand.call(aten.add.Tensor, state, 1)
-    write = hand.call(aten.copy_.default, state, new)
-    result = hand.call(aten.neg.default, write)
-    made = hand.capture(result)
-    assert by_name(made, write).after == ()
-    assert by_name(made, result).after == ()
+    assert after(made, direct) == set()
+    assert after(made, second) == {str(first), str(reader)}
 
 
 def test_side_effects_stay_in_order(hand: Hand) -> None:
@@ -434,20 +425,9 @@ def test_side_effects_stay_in_order(hand: Hand) -> None:
     assert after(made, second) == {str(first)}
 
 
-class Collectives(Hand):
-    """Writes graphs with functional collectives; no process group is needed for that."""
-
-    def collective(self, value: fx.Node) -> fx.Node:
-        """Add the sum of a value over all ranks, not yet waited for."""
-        node = self.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (value, "sum", "group"))
-        node.meta["val"] = value.meta["val"]
-        return node
-
-    def wait(self, value: fx.Node) -> fx.Node:
-        """Add the wait for it."""
-        node = self.graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (value,))
-        node.meta["val"] = value.meta["val"]
-        return node
+def sum_over_ranks(hand: Hand, value: fx.Node) -> fx.Node:
+    """Add the sum of a value over all ranks, not yet waited for; no process group is needed for that."""
+    return hand.call(collectives.all_reduce.default, value, "sum", "group")
 
 
 needs_distributed = pytest.mark.skipif(
@@ -456,15 +436,14 @@ needs_distributed = pytest.mark.skipif(
 
 
 @needs_distributed
-def test_collectives_stay_in_order() -> None:
+def test_collectives_stay_in_order(hand: Hand) -> None:
     """Ranks must agree on the order, whatever the values are; random draws do not wait for them."""
-    hand = Collectives()
     x, y = hand.input("x", 4), hand.input("y", 4)
-    first = hand.collective(x)
-    waited = hand.wait(first)
+    first = sum_over_ranks(hand, x)
+    waited = hand.call(collectives.wait_tensor.default, first)
     draw = hand.call(aten.rand.default, [4])
-    second = hand.collective(y)
-    made = hand.capture(waited, hand.wait(second), draw)
+    second = sum_over_ranks(hand, y)
+    made = hand.capture(waited, hand.call(collectives.wait_tensor.default, second), draw)
     assert after(made, first) == set()
     assert after(made, second) == {str(first)}
     assert after(made, draw) == set()
@@ -472,31 +451,29 @@ def test_collectives_stay_in_order() -> None:
 
 
 @needs_distributed
-def test_a_collective_and_its_wait_are_one_piece() -> None:
+def test_a_collective_and_its_wait_are_one_piece(hand: Hand) -> None:
     """Between the two, nothing but the body that has both keeps their memory; what starts later ends later."""
-    hand = Collectives()
-    first, second = hand.collective(hand.input("x", 4)), hand.collective(hand.input("y", 4))
-    waits = [hand.wait(first), hand.wait(second)]
+    sums = [sum_over_ranks(hand, hand.input(name, 4)) for name in ("x", "y")]
+    waits = [hand.call(collectives.wait_tensor.default, each) for each in sums]
     made = hand.capture(*waits)
     assert [by_name(made, wait).kind for wait in waits] == [NodeKind.PROJECTION] * 2
     segments = partition_graph(made).nodes_by_segment
-    for collective, wait in zip((first, second), waits, strict=True):
+    for collective, wait in zip(sums, waits, strict=True):
         (owner,) = [nodes for nodes in segments if by_name(made, collective).id in nodes]
         assert by_name(made, wait).id in owner
 
 
 @needs_distributed
-def test_a_collective_without_its_wait_is_refused() -> None:
-    """As is a wait for what another graph started."""
-    hand = Collectives()
-    first = hand.collective(hand.input("x", 4))
+def test_a_collective_without_its_wait_is_refused(hand: Hand) -> None:
+    """So is a wait for what another graph started."""
+    first, other = sum_over_ranks(hand, hand.input("x", 4)), Hand()
     with pytest.raises(UnsupportedGraphError, match=rf"does not wait for the result of collective {first} "):
         hand.capture(first)
-    hand = Collectives()
+    wait = other.call(collectives.wait_tensor.default, other.input("x", 4))
     with pytest.raises(
         UnsupportedGraphError, match="waits for x, which is not the result of a collective of this graph"
     ):
-        hand.capture(hand.wait(hand.input("x", 4)))
+        other.capture(wait)
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -539,23 +516,18 @@ def symbolic_hand() -> tuple[Hand, fx.Node, fx.Node]:
     traced = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(30, 4))
     x = traced.graph.find_nodes(op="placeholder")[0].meta["val"]
     hand = Hand()
-    size = hand.graph.placeholder("s")
-    size.meta["val"] = x.shape[0]
-    rows = hand.graph.placeholder("x")
-    rows.meta["val"] = x.new_empty((x.shape[0], 4))
-    return hand, size, rows
+    size = valued(hand.graph.placeholder("s"), x.shape[0])
+    return hand, size, valued(hand.graph.placeholder("x"), x.new_empty((x.shape[0], 4)))
 
 
 def test_sizes_are_inputs_that_nodes_name_apart() -> None:
     """A node is told the symbols in its own shape and in those of what it reads; arithmetic on sizes is cheap."""
     hand, size, rows = symbolic_hand()
     number = size.meta["val"]
-    twice = hand.graph.call_function(operator.mul, (size, 2))
-    twice.meta["val"] = number * 2
-    total = hand.graph.call_function(aten.sum.default, (rows,))
-    total.meta["val"] = torch.empty(())
-    zeros = hand.graph.call_function(aten.full.default, ([twice, 4], 0.0))
-    zeros.meta["val"] = rows.meta["val"].new_empty((number * 2, 4))
+    twice = valued(hand.graph.call_function(operator.mul, (size, 2)), number * 2)
+    total = valued(hand.graph.call_function(aten.sum.default, (rows,)), torch.empty(()))
+    empty = rows.meta["val"].new_empty((number * 2, 4))
+    zeros = valued(hand.graph.call_function(aten.full.default, ([twice, 4], 0.0)), empty)
     result = hand.capture(total)
     found = {node.name: node for node in result.nodes}
     assert found["s"].kind is NodeKind.INPUT and found["s"].sizes == ()
@@ -570,10 +542,7 @@ def test_sizes_are_inputs_that_nodes_name_apart() -> None:
 def test_bytes_and_work_are_those_of_the_sizes_asked_for() -> None:
     """Nothing else depends on them."""
     hand, size, rows = symbolic_hand()
-    sine = hand.graph.call_function(aten.sin.default, (rows,))
-    sine.meta["val"] = rows.meta["val"]
-    hand.graph.output((sine,))
-    graph_module = torch.fx.GraphModule({}, hand.graph)
+    graph_module = hand.module([valued(hand.graph.call_function(aten.sin.default, (rows,)), rows.meta["val"])])
     name = str(size.meta["val"])
     captured = capture(graph_module)
     formulas = read_formulas(graph_module, captured)
@@ -586,46 +555,24 @@ def test_bytes_and_work_are_those_of_the_sizes_asked_for() -> None:
     assert one.sizes == ((name, 1),)
 
 
-META = torch.device("meta")
-META_NODE = "^{node} is on device meta"
+def negated(hand: Hand) -> fx.Node:
+    """Add an input and its negative."""
+    return hand.call(aten.neg.default, hand.input("x", 2, 2))
 
 
-def constant(hand: Hand) -> fx.Node:
-    """Add a constant of the graph."""
-    node = hand.graph.get_attr("constant")
-    node.meta["val"] = torch.ones(2, device="meta")
-    return node
-
-
-def valued(node: fx.Node, value: Any) -> fx.Node:
-    """Give a node another value."""
-    node.meta["val"] = value
-    return node
-
-
-SPARSE = torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)
+META, SPARSE = torch.empty(2, device="meta"), torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)
+ON_META, IS_SPARSE = "^{node} is on device meta", "^{node} has layout torch.sparse_coo"
 REFUSED: dict[str, tuple[Callable[[Hand], fx.Node], str]] = {
-    "an input on another device": (lambda hand: valued(hand.input("x", 2), torch.empty(2, device="meta")), META_NODE),
-    "a computation on another device": (
-        lambda hand: valued(hand.call(aten.neg.default, hand.input("x", 2)), torch.empty(2, device="meta")),
-        META_NODE,
-    ),
-    "a factory on another device": (
-        lambda hand: hand.call(aten.full.default, [2], 1.0, device=META, pin_memory=False),
-        META_NODE,
-    ),
-    "a constant on another device": (constant, META_NODE),
+    "an input on another device": (lambda hand: valued(hand.input("x", 2), META), ON_META),
+    "a computation on another device": (lambda hand: valued(negated(hand), META), ON_META),
+    "a factory on another device": (lambda hand: hand.call(aten.full.default, [2], 1.0, device=META.device), ON_META),
+    "a constant on another device": (lambda hand: valued(hand.graph.get_attr("constant"), META), ON_META),
     "one bad value of two": (
-        lambda hand: valued(
-            hand.call(aten.topk.default, hand.input("x", 4), 2), (torch.empty(2), torch.empty(2, device="meta"))
-        ),
-        META_NODE,
+        lambda hand: valued(hand.call(aten.topk.default, hand.input("x", 4), 2), (torch.empty(2), META)),
+        ON_META,
     ),
-    "a sparse input": (lambda hand: valued(hand.input("x", 2, 2), SPARSE), "^{node} has layout torch.sparse_coo"),
-    "a sparse result": (
-        lambda hand: valued(hand.call(aten.neg.default, hand.input("x", 2, 2)), SPARSE),
-        "^{node} has layout torch.sparse_coo",
-    ),
+    "a sparse input": (lambda hand: valued(hand.input("x", 2, 2), SPARSE), IS_SPARSE),
+    "a sparse result": (lambda hand: valued(negated(hand), SPARSE), IS_SPARSE),
     "an effect token": (
         lambda hand: hand.graph.call_function(
             with_effects, (hand.input("token", 0), aten.neg.default, hand.input("x", 2))
@@ -696,8 +643,7 @@ def test_four_equal_parts_of_a_value_are_made_where_it_is_made(count: int, hand:
         *(hand.call(operator.getitem, split, place) for place in range(count)),
     ]
     made = hand.capture(*(hand.call(aten.exp.default, each) for each in taken))
-    expected = NodeKind.PART if count == 4 else NodeKind.CHEAP
-    assert {by_name(made, each).kind for each in taken} == {expected}
+    assert {by_name(made, each).kind for each in taken} == {NodeKind.PART if count == 4 else NodeKind.CHEAP}
     bodies = {segment.body for segment in partition_graph(made).graph.segments if "exp" in segment.name}
     assert len(bodies) <= (2 if count == 4 else 9)
 
@@ -713,8 +659,7 @@ def test_parts_put_into_zeros_belong_to_the_segments_that_add_them(count: int, h
         for base in (zeros, computed)
     )
     made = hand.capture(*(hand.call(aten.exp.default, each) for each in (*put, *kept)))
-    expected = NodeKind.CHEAP if count == 4 else NodeKind.COMPUTE
-    assert {by_name(made, each).kind for each in put} == {expected}
+    assert {by_name(made, each).kind for each in put} == {NodeKind.CHEAP if count == 4 else NodeKind.COMPUTE}
     assert {by_name(made, each).kind for each in kept} == {NodeKind.COMPUTE}
 
 
