@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -89,10 +88,8 @@ def run_in_any_order(
     return memory
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(seed: int) -> None:
-    """Graphs are called several times, values flow between calls, and some are written in place."""
-    rng = random.Random(seed)
+def random_step(rng: random.Random) -> tuple[list[SegmentGraph], list[Call], list[str], list[str]]:
+    """Return graphs, calls of them, inputs and outputs; values flow between calls, and some are written in place."""
     shared = [f"weight{number}" for number in range(3)]
     calls, made_values = [], ["batch"]
     graphs = [with_inputs(random_graph(rng, rng.randrange(2, 7)), 2, rng) for _ in range(2)]
@@ -108,11 +105,17 @@ def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(see
         )
         made_values += [name for name in makes if name is not None]
     graphs = [in_write_order(made, made.inputs[1:]) for made in graphs]
+    return graphs, calls, ["batch", *shared], [*made_values[1:], *shared]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(seed: int) -> None:
+    """Calls that share a written value keep their order; others may change places."""
+    rng = random.Random(seed)
+    graphs, calls, inputs, outputs = random_step(rng)
     first_body = [0, 1 + max(segment.body for segment in graphs[0].segments)]
-    inputs = ["batch", *shared]
     given = {name: rng.randrange(10**9) for name in inputs}
     expected = run_calls(graphs, calls, given, first_body)
-    outputs = [*made_values[1:], *shared]
     step = compose_step("step", graphs, calls, inputs=inputs, outputs=outputs)
 
     buffer_of = dict(zip([*inputs, *outputs], [*step.inputs, *step.outputs], strict=True))
@@ -129,32 +132,10 @@ def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(see
 
 @pytest.mark.parametrize("seed", range(40))
 def test_programs_of_steps_have_no_races(seed: int) -> None:
-    """A forward that writes to a running mean, a backward, and sums of gradients, on random lanes."""
+    """Calls write to values that others read, on random lanes."""
     rng = random.Random(seed)
-    made_of = (random_graph(rng, rng.randrange(2, 7)) for _ in itertools.count())
-    forward, backward = itertools.islice((each for each in made_of if each.outputs), 2)
-    forward = with_inputs(forward, 2, rng)
-    forward = in_write_order(forward, forward.inputs[-1:])
-    backward = with_inputs(backward, len(forward.outputs), rng)
-    add = with_inputs(graph(()), 1, rng)
-    calls, total = [], ""
-    for part in range(rng.randrange(1, 5)):
-        saved = tuple(f"saved{part}.{place}" for place in range(len(forward.outputs)))
-        takes = (*(f"batch{part}.{n}" for n in range(len(forward.inputs) - 1)), "mean")
-        calls.append(
-            Call(graph=0, phase=Phase.FORWARD, label=f"{part}", takes=takes, makes=saved, writes=frozenset({"mean"}))
-        )
-        made = tuple(f"gradient{part}.{place}" for place in range(len(backward.outputs)))
-        takes = (*(f"weight{part}.{n}" for n in range(len(backward.inputs) - len(saved))), *saved)
-        calls.append(Call(graph=1, phase=Phase.BACKWARD, label=f"{part}", takes=takes, makes=made))
-        if total:
-            calls.append(
-                Call(graph=2, phase=Phase.BACKWARD, label=f"{part}", takes=(total, made[0]), makes=(f"total{part}",))
-            )
-        total = f"total{part}" if total else made[0]
-    inputs = list(dict.fromkeys(name for call in calls for name in call.takes if name[0] in "bmw"))
-    step = compose_step("step", [forward, backward, add], calls, inputs=inputs, outputs=[total])
-
+    graphs, calls, inputs, outputs = random_step(rng)
+    step = compose_step("step", graphs, calls, inputs=inputs, outputs=outputs)
     lanes = random_lanes(rng)
     *_, program = follow(step, random_plan(rng, step, lanes, random_costs(rng, step, lanes)))
     assert [defect for _ in range(3) for defect in find_races(program, step, rng)] == []

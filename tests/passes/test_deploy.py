@@ -176,8 +176,7 @@ def test_an_infeasible_memory_names_the_least_that_works() -> None:
 
 def test_memory_may_forbid_data_parallelism() -> None:
     """Which would be faster, and is shown as a baseline that exceeds it."""
-    work = towers(100_000, 10_000)
-    plan = plan_deployment(work, cluster(2, 5_000), seconds=3)
+    plan = plan_deployment(towers(100_000, 10_000), cluster(2, 5_000), seconds=3)
     assert {groups_of(plan)["image"], groups_of(plan)["text"]} == {(0, 1), (1, 1)}
     assert [baseline.keeps_memory for baseline in plan.baselines] == [False, True]
     assert plan.step_ns > plan.baselines[0].step_ns
@@ -223,8 +222,7 @@ def test_given_groups_are_predicted_like_planned_ones() -> None:
     """Also in another order."""
     work = towers(100_000, 60_000)
     plan = plan_deployment(work, cluster(2), seconds=3)
-    again = deploy_on(work, cluster(2), plan.groups[::-1], known=plan)
-    assert again == plan
+    assert deploy_on(work, cluster(2), plan.groups[::-1], known=plan) == plan
 
 
 @pytest.mark.parametrize(
@@ -292,8 +290,7 @@ def published_cluster(example: SimpleNamespace, memory_bytes: int) -> EqualDevic
 @pytest.mark.parametrize("tasks", [7, 10])
 def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks: int, example: SimpleNamespace) -> None:
     """And not behind waves or data parallelism."""
-    devices = published_cluster(example, 80 * 2**30)
-    plan = plan_deployment(example.multitask_clip(tasks, 64), devices, seconds=8)
+    plan = plan_deployment(example.multitask_clip(tasks, 64), published_cluster(example, 80 * 2**30), seconds=8)
     assert 0 < plan.gap <= 0.05
     assert {baseline.name for baseline in plan.baselines} == {"data parallel", "waves"}
     assert all(plan.step_ns < baseline.step_ns and baseline.keeps_memory for baseline in plan.baselines)

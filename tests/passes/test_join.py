@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.ir import BufferId, SegmentGraph
+from apollo_compile.ir import SegmentGraph
 from apollo_compile.passes.join import join_segments
 from tests.builders import random_graph
 
@@ -28,8 +28,7 @@ def test_it_gives_what_the_graph_gives(seed: int) -> None:
     """Also where the graph returns an input, nothing, or a value twice."""
     rng = random.Random(seed)
     made = random_graph(rng, rng.randrange(1, 12))
-    inner = [BufferId(each.id) for each in made.buffers]
-    outputs = [rng.choice([*inner, None]) for _ in range(rng.randrange(1, 6))]
+    outputs = rng.choices([*(each.id for each in made.buffers), None], k=rng.randrange(1, 6))
     made = replace(made, outputs=(*outputs, outputs[0]))
     joined, places = join_segments(made)
     given = [rng.randrange(1000) for _ in made.inputs]
@@ -39,13 +38,8 @@ def test_it_gives_what_the_graph_gives(seed: int) -> None:
     assert len(places) == len(segment.outputs) == len(set(segment.outputs))
     memory.update(zip(segment.outputs, (whole[place] for place in places), strict=True))
     assert [None if buffer is None else memory[buffer] for buffer in joined.outputs] == run(made, given)
+    old_of = dict(zip((*joined.inputs, *joined.outputs), (*made.inputs, *made.outputs), strict=True))
     for buffer in joined.buffers:
         assert (buffer.producer is None) == (buffer.id in joined.inputs)
-        assert buffer.num_bytes == made.buffers[inner[_old(made, joined, buffer.id)]].num_bytes
+        assert buffer.num_bytes == made.buffers[old_of[buffer.id]].num_bytes
     assert [buffer.id for buffer in joined.buffers] == list(range(len(joined.buffers)))
-
-
-def _old(made: SegmentGraph, joined: SegmentGraph, buffer: BufferId) -> int:
-    """Return the buffer of the graph that a buffer of the joined one is."""
-    pairs = zip((*joined.inputs, *joined.outputs), (*made.inputs, *made.outputs), strict=True)
-    return next(old for new, old in pairs if new == buffer and old is not None)

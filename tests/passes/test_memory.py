@@ -2,14 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from apollo_compile.ir import MemoryPlan
 from tests.builders import follow, random_planned
 from tests.passes.test_sync import pairs, reachable
-
-
-def holds(memory: MemoryPlan) -> dict[int, int]:
-    """Return the hold segment of every buffer."""
-    return {hold.buffer: hold.segment for hold in memory.holds}
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -17,15 +11,15 @@ def test_the_hold_is_the_first_segment_ordered_after_all_users(seed: int) -> Non
     """Against the transitive closure; no earlier segment qualifies."""
     made, planned = random_planned(seed)
     syncs, memory, _ = follow(made, planned)
-    before = reachable(made, planned, pairs(syncs.waits))
+    before, holds = reachable(made, planned, pairs(syncs.waits)), {hold.buffer: hold.segment for hold in memory.holds}
     order = [assignment.segment for assignment in planned.in_start_order()]
     for buffer in made.buffers:
         users = {*buffer.readers, *([] if buffer.producer is None else [buffer.producer])}
         owners = [s for s in order if all(user == s or (user, s) in before for user in users)]
         if buffer.is_output:
-            assert buffer.id not in holds(memory)
+            assert buffer.id not in holds
         else:
-            assert holds(memory).get(buffer.id) == (owners[0] if owners else None)
+            assert holds.get(buffer.id) == (owners[0] if owners else None)
             assert (buffer.id in memory.at_end) == (not owners)
 
 

@@ -66,10 +66,7 @@ def test_what_is_left_of_the_longer_branch_gets_all_units() -> None:
     assert wide and all(a.segment < 8 for a in wide)
     narrow_end = max(a.end_ns for a in plan.assignments if a.segment >= 8)
     assert any(a.start_ns < narrow_end for a in plan.assignments if a.segment < 8 and a.lane != 0)
-    without = [a for a in plan.assignments if a.segment < 8]
-    held = max(a.end_ns for a in without if a.lane != 0) - min(a.start_ns for a in without if a.lane != 0)
-    assert held < 800  # the long tower alone on one unit
-    assert plan.makespan_ns < 800
+    assert plan.makespan_ns < 800  # the long tower alone on one unit
 
 
 LITTLE = {"work_s": 0.1, "time_limit_s": 60.0}
@@ -127,8 +124,7 @@ def test_more_lanes_are_searched_only_where_no_plan_on_few_is_as_short(seed: int
 def test_a_pinned_plan_may_use_any_lane() -> None:
     """Whatever its graph could use by the costs of today."""
     made, table, lanes = chains([100] * 2, units=16)
-    pinned = place(made, "JI", lanes=lanes, costs=table)
-    plan = planned(made, table, lanes, pinned=pinned)
+    plan = planned(made, table, lanes, pinned=place(made, "JI", lanes=lanes, costs=table))
     assert [each.lane for each in plan.assignments] == [10, 9]
 
 
@@ -156,8 +152,7 @@ def test_what_gains_nothing_from_lanes_stays_serial(works: list[list[int]], unit
     """Nothing can run beside a single chain, and all units are faster than some; one unit has one lane."""
     made, table, lanes = chains(*works, units=units, efficiency=0.6)
     plan = make_plan(made, table, lanes=lanes)
-    assert plan.origin is Origin.SERIAL
-    assert plan.makespan_ns == plan.serial_ns == plan.lower_bound_ns
+    assert plan.origin is Origin.SERIAL and plan.makespan_ns == plan.serial_ns == plan.lower_bound_ns
 
 
 def test_the_serial_planner_puts_everything_on_lane_0_in_graph_order() -> None:
@@ -173,8 +168,7 @@ def test_segments_without_a_mode_on_narrow_lanes_run_on_lane_0() -> None:
     """A table may lack unit counts, except all units."""
     made, table, lanes = chains([100] * 3, [100] * 3, efficiency=0.6)
     narrowed = type(table)(modes=(table.modes[0][1:], *table.modes[1:]), handover_ns=0)
-    plan = planned(made, narrowed, lanes)
-    assert plan.assignments[0].lane == 0
+    assert planned(made, narrowed, lanes).assignments[0].lane == 0
 
 
 def test_a_table_without_all_units_is_refused() -> None:
@@ -194,8 +188,7 @@ def test_neighbours_that_slow_each_other_are_part_of_the_times() -> None:
         planned(made, replace(table, modes=shared, slowdown=((1.0, 1.0), (1.0, factor))), lanes)
         for factor in (1.1, 3.0)
     )
-    assert (little.undisturbed_ns, little.makespan_ns) == (600, 660)
-    assert much.origin is Origin.SERIAL
+    assert (little.undisturbed_ns, little.makespan_ns) == (600, 660) and much.origin is Origin.SERIAL
 
 
 def _peak_bytes(plan: Plan, graph: SegmentGraph) -> int:
@@ -221,8 +214,7 @@ def test_a_memory_quota_is_kept(seed: int) -> None:
     lanes = lane_catalogue(2)
     table = random_costs(rng, made, lanes)
     quota = _peak_bytes(make_plan(made, table, lanes=lanes, planner="serial"), made)
-    plan = planned(made, table, lanes, memory_quota=quota, time_limit_s=1.0)
-    assert _peak_bytes(plan, made) <= quota
+    assert _peak_bytes(planned(made, table, lanes, memory_quota=quota, time_limit_s=1.0), made) <= quota
 
 
 def test_a_memory_quota_keeps_two_large_workspaces_apart() -> None:
@@ -270,8 +262,7 @@ def test_a_plan_says_what_was_tried() -> None:
     rng = random.Random(3)
     made = random_graph(rng, 20)
     lanes = lane_catalogue(4)
-    table = random_costs(rng, made, lanes)
-    plan = make_plan(made, table, lanes=lanes, min_gain=0.0)
+    plan = make_plan(made, random_costs(rng, made, lanes), lanes=lanes, min_gain=0.0)
     assert plan.candidates[0].name == "serial"
     assert plan.candidates[0].makespan_ns == plan.serial_ns
     assert min(candidate.makespan_ns for candidate in plan.candidates) == plan.makespan_ns
@@ -307,8 +298,7 @@ def test_plans_with_a_network_are_optimal(seed: int) -> None:
     made = with_collectives(rng, 5, (1, 3))
     lanes = with_network(lane_catalogue(2))
     table = on_network(random_costs(rng, made, lanes[:-1]), (1, 3), rng.randrange(1, 60))
-    plan = planned(made, table, lanes, min_gain=0.0)
-    assert plan.undisturbed_ns == find_optimum(to_problem(made, table, lanes))
+    assert planned(made, table, lanes, min_gain=0.0).undisturbed_ns == find_optimum(to_problem(made, table, lanes))
 
 
 def test_collectives_run_beside_segments_that_have_all_units() -> None:
