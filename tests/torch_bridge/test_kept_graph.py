@@ -42,45 +42,33 @@ def test_a_model_cannot_be_called_while_another_thread_traces() -> None:
     layer(x)
 
 
-class Backend:
-    """Keeps the graph that Dynamo passes, and runs it as it is."""
-
-    def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.kept = KeptGraph(graph_module)
-        self.arguments: Sequence[Any] = ()
-
-        def run(*arguments: Any) -> Any:
-            self.arguments = arguments
-            return graph_module(*arguments)
-
-        return run
-
-    def compile(self) -> tuple[Callable[..., Any], list[dict[str, Any]]]:
-        """Compile the kept graph; return that and what AOTAutograd says of its graphs."""
-        seen: list[dict[str, Any]] = []
-
-        def inner(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, None]:
-            seen.append(kwargs)
-            return run_as_traced(graph_module), None
-
-        with self.kept.compiling(self.arguments) as (graph_module, fakes):
-            run = compile_with_inductor(
-                graph_module, fakes, inner, recompute_masks=False, eager_randomness=True, backward_at_once=True
-            )
-        return run, seen
-
-
 def test_a_kept_graph_computes_the_same_with_parameters_in_place() -> None:
     """Forward and gradients, after Dynamo has forgotten the graph; parameters are told from inputs."""
+    kept: list[KeptGraph] = []
+    given: list[Any] = []
+    seen: list[dict[str, Any]] = []
+
+    def keep(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        kept.append(KeptGraph(graph_module))
+        return lambda *arguments: given.extend(arguments) or graph_module(*arguments)
+
+    def inner(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, None]:
+        seen.append(kwargs)
+        return run_as_traced(graph_module), None
+
     torch._dynamo.reset()
     torch.manual_seed(0)
-    backend, layer, x = Backend(), nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.randn(4, 3)
-    expected = torch.compile(layer, backend=backend)(x)
-    run, (forward, backward) = backend.compile()
-    (actual,) = run(*backend.arguments)
+    layer, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.randn(4, 3)
+    expected = torch.compile(layer, backend=keep)(x)
+    with kept[0].compiling(given) as (graph_module, fakes):
+        run = compile_with_inductor(
+            graph_module, fakes, inner, recompute_masks=False, eager_randomness=True, backward_at_once=True
+        )
+    (actual,) = run(*given)
     torch.testing.assert_close(actual, expected)
     wanted = torch.autograd.grad(expected.sum(), list(layer.parameters()))
     torch.testing.assert_close(torch.autograd.grad(actual.sum(), list(layer.parameters())), wanted)
     parameters = {id(parameter) for parameter in layer.parameters()}
-    places = [index for index, each in enumerate(backend.arguments) if id(each) in parameters]
+    places = [index for index, each in enumerate(given) if id(each) in parameters]
+    forward, backward = seen
     assert sorted(forward["static_input_idxs"]) == places and backward["is_backward"]

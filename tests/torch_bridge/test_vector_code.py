@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
-torch = pytest.importorskip("torch")
-
-import torch._inductor.config as inductor_config  # noqa: E402
-from torch._inductor.utils import run_and_get_code  # noqa: E402
-
-from apollo_compile.torch_bridge.vector_code import vectors_at_once  # noqa: E402
-from tests.end_to_end.models import STRICT  # noqa: E402
+from apollo_compile.torch_bridge.vector_code import vectors_at_once
+from tests.end_to_end.models import STRICT
 
 AT_ONCE = "mul_epu32"
 MASKS = ("const auto& mask", "const bool* from")
@@ -28,12 +28,9 @@ def test_numbers_are_the_same_to_the_bit() -> None:
         torch.manual_seed(2**40 + 5)
         with inductor_config.patch(fx_graph_cache=False):
             run = torch.compile(draw, backend="inductor", dynamic=False)
-            if is_ours:
-                with vectors_at_once():
-                    first, codes = run_and_get_code(run, torch.ones(37, 29))
-                assert any(AT_ONCE in code for code in codes)
-            else:
-                first = run(torch.ones(37, 29))
+            with vectors_at_once() if is_ours else nullcontext():
+                first, codes = run_and_get_code(run, torch.ones(37, 29))
+            assert any(AT_ONCE in code for code in codes) is is_ours
         found.append([*first, *run(torch.ones(37, 29))])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -47,8 +44,7 @@ def test_bodies_draw_them_so_and_inductor_does_not_afterwards() -> None:
     with inductor_config.patch(fx_graph_cache=False):
         for backend, options in (("apollo", STRICT), ("inductor", {})):
             torch._dynamo.reset()
-            run = torch.compile(model, backend=backend, options=options)
-            _, codes = run_and_get_code(run, torch.randn(16, 32))
+            _, codes = run_and_get_code(torch.compile(model, backend=backend, options=options), torch.randn(16, 32))
             assert any(AT_ONCE in code for code in codes) == (backend == "apollo"), backend
 
 

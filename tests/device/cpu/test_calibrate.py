@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from apollo_compile.cost_model.roofline import predict  # noqa: E402
-from apollo_compile.device.cpu import probes  # noqa: E402
-from apollo_compile.device.cpu.calibrate import calibrate, fit_profile  # noqa: E402
-from apollo_compile.device.cpu.execute import available_units  # noqa: E402
-from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS  # noqa: E402
-from apollo_compile.device.cpu.probes import Probe  # noqa: E402
-from apollo_compile.device.cpu.runtime import RuntimeTimes  # noqa: E402
-from apollo_compile.ir import KernelKind, Work  # noqa: E402
-from apollo_compile.target.lanes import lane_catalogue  # noqa: E402
-from apollo_compile.target.profile import DeviceProfile  # noqa: E402
+from apollo_compile.cost_model.roofline import predict
+from apollo_compile.device.cpu import probes
+from apollo_compile.device.cpu.calibrate import calibrate, fit_profile
+from apollo_compile.device.cpu.execute import available_units
+from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS
+from apollo_compile.device.cpu.probes import Probe
+from apollo_compile.device.cpu.runtime import RuntimeTimes
+from apollo_compile.ir import KernelKind, Work
+from apollo_compile.target.lanes import lane_catalogue
+from apollo_compile.target.profile import DeviceProfile
 
 
 def is_complete(profile: DeviceProfile, units: int) -> bool:
@@ -60,12 +59,9 @@ def test_matmuls_are_timed_as_bodies_compute_them(monkeypatch: pytest.MonkeyPatc
     """Each number of units has calls of its own, in float32, at the sizes for which bodies have a choice."""
     timed: list[tuple[int, int]] = []
     monkeypatch.setattr(probes, "call_as_bodies", lambda size, cores: lambda: timed.append((size, cores)))
-    threads, matmuls = (
-        torch.get_num_threads(),
-        [each for each in probes.make_probes((1, 2)) if (each.kind, each.dtype) == (KernelKind.MATMUL, "float32")],
-    )
+    threads, kind = torch.get_num_threads(), (KernelKind.MATMUL, "float32")
     try:
-        for matmul in matmuls:
+        for matmul in (each for each in probes.make_probes((1, 2)) if (each.kind, each.dtype) == kind):
             for units in (1, 2):
                 timed.clear()
                 torch.set_num_threads(units)
@@ -120,5 +116,4 @@ def test_a_call_that_is_shorter_than_its_fixed_times_still_has_a_rate() -> None:
     """A tenth of its time is work at least."""
     near = Probe(kind=KernelKind.LOOP, near_bytes=1_000, times={1: [50.0]})
     profile = fit_profile(1, (1,), [near, FAR, MATMUL, LOOP], RUNTIME)
-    assert profile.near_bytes_per_s[0].per_s == (1_000 / 5e-9,)
-    assert profile.parallel_ns == 0
+    assert profile.near_bytes_per_s[0].per_s == (1_000 / 5e-9,) and profile.parallel_ns == 0

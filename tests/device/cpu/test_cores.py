@@ -27,10 +27,8 @@ def test_ranks_with_one_mask_divide_its_cores(num_cores: int, size: int) -> None
 
 def test_a_mask_that_the_launcher_set_is_the_ranks_own() -> None:
     """Bound by numactl or the job's step, the cores are divided already."""
-    share = divide_cores([4, 5, 6, 7], range(8), rank=1, size=2)
-    assert share.own == (4, 5, 6, 7)
-    unknown = divide_cores([4, 5, 6, 7], None, rank=1, size=2)
-    assert unknown.own == (6, 7)
+    assert divide_cores([4, 5, 6, 7], range(8), rank=1, size=2).own == (4, 5, 6, 7)
+    assert divide_cores([4, 5, 6, 7], None, rank=1, size=2).own == (6, 7)
 
 
 def test_a_process_without_a_launcher_has_every_core(monkeypatch: pytest.MonkeyPatch) -> None:

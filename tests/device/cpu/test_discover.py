@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apollo_compile.device.cpu import discover
 from apollo_compile.device.cpu.discover import discover_profile
@@ -47,7 +49,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_quick_measurement_scales_the_default() -> None:
     """A real one: other arithmetic than matmuls by one factor, bytes by another; torch keeps its thread count."""
-    torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
     profile, default = discover_profile(2), default_profile(2)
     assert (profile.source, profile.units, torch.get_num_threads()) == ("scaled", 2, threads)
@@ -62,10 +63,8 @@ def test_a_quick_measurement_scales_the_default() -> None:
     wider = ratios(
         [profile.near_bytes_per_s, profile.far_bytes_per_s], [default.near_bytes_per_s, default.far_bytes_per_s]
     )
-    assert matmuls == pytest.approx([matmuls[0]] * len(matmuls))
-    assert faster == pytest.approx([faster[0]] * len(faster))
-    assert wider == pytest.approx([wider[0]] * len(wider))
-    assert min(matmuls[0], faster[0], wider[0]) > 0
+    for found in (matmuls, faster, wider):
+        assert found == pytest.approx([found[0]] * len(found)) and found[0] > 0
 
 
 def test_matmuls_of_float32_are_scaled_by_the_library_of_bodies(measured: list[str]) -> None:
@@ -81,9 +80,6 @@ def test_matmuls_of_float32_are_scaled_by_the_library_of_bodies(measured: list[s
 
 def test_a_measurement_inside_a_compile_is_of_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends run under a mode that makes every tensor a fake, and fakes compute nothing."""
-    torch = pytest.importorskip("torch")
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     kinds: list[type] = []
 
     def best_of(call: Callable[[], object]) -> tuple[int, float]:
@@ -100,8 +96,7 @@ def test_a_measurement_inside_a_compile_is_of_real_tensors(monkeypatch: pytest.M
 def test_a_disturbed_measurement_is_used_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process on the core must not make later compiles believe that the device is slow."""
     monkeypatch.setattr(discover, "_measure_quickly", lambda: (100_000, 50_000, 200_000, True))
-    assert discover_profile(2, cache_dir=tmp_path).source == "scaled"
-    assert list(tmp_path.iterdir()) == []
+    assert discover_profile(2, cache_dir=tmp_path).source == "scaled" and list(tmp_path.iterdir()) == []
 
 
 def test_a_process_measures_once_and_the_next_one_reads_the_file(tmp_path: Path, measured: list[str]) -> None:
@@ -110,16 +105,14 @@ def test_a_process_measures_once_and_the_next_one_reads_the_file(tmp_path: Path,
     first = discover_profile(2, cache_dir=folder)
     assert discover_profile(2, cache_dir=folder) is first
     discover_profile.cache_clear()
-    assert discover_profile(2, cache_dir=folder) == first
-    assert len(measured) == 1
+    assert discover_profile(2, cache_dir=folder) == first and len(measured) == 1
 
 
 def test_a_calibrated_profile_is_used_as_it_is(tmp_path: Path, measured: list[str]) -> None:
     """Nothing is measured then."""
     calibrated = replace(CPU, units=2, source="measured")
     save_profile(calibrated, cached_profile_path(tmp_path, 2), fingerprint=machine_fingerprint(2))
-    assert discover_profile(2, cache_dir=tmp_path) == calibrated
-    assert not measured
+    assert discover_profile(2, cache_dir=tmp_path) == calibrated and not measured
 
 
 def test_fewer_cores_use_the_calibrated_profile_of_more(
@@ -174,11 +167,8 @@ def test_a_stale_profile_is_one_warning_if_the_user_made_it_else_taken_anew(
     source: Literal["measured", "scaled"],
 ) -> None:
     """A calibration took minutes and stays on disk; files of earlier versions do not say how they were measured."""
-    path, old, fingerprint = (
-        cached_profile_path(tmp_path, 2),
-        replace(CPU, units=2, source=source),
-        machine_fingerprint(2),
-    )
+    path, fingerprint = cached_profile_path(tmp_path, 2), machine_fingerprint(2)
+    old = replace(CPU, units=2, source=source)
     save_profile(old, path, fingerprint=fingerprint if value is None else replace(fingerprint, **{field: value}))
     if value is None:
         content = json.loads(path.read_text())

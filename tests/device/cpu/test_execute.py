@@ -30,6 +30,5 @@ def test_a_lane_without_units_waits_beside_the_callers_lane() -> None:
     *_, program = follow(made, plan_in_order([LaneId(1), LaneId(0)], lanes))
     bodies = [CompiledBody(function=function) for function in (communicate, compute)]
     executable = Executable(program, made, bodies, mutates=False, park_team=True)
-    outputs = executable.run([torch.tensor(10.0)])
-    assert [float(each) for each in outputs if each is not None] == [11.0, 20.0]
+    assert [float(each) for each in executable.run([torch.tensor(10.0)]) if each is not None] == [11.0, 20.0]
     assert {span.segment: span.lane for span in executable.trace().spans} == {0: 1, 1: 0}

@@ -7,16 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from torch.torch_version import TorchVersion
 
 from apollo_compile.torch_bridge.upstream_bugs import catalogue
 from apollo_compile.torch_bridge.upstream_bugs.catalogue import UPSTREAM_BUGS, UpstreamBug
 
 HERE = Path(__file__).parent
 PYPROJECT = HERE.parents[2] / "pyproject.toml"
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
 
 
 def test_every_workaround_is_listed_once() -> None:
@@ -38,5 +35,5 @@ def test_every_workaround_is_for_a_supported_torch(bug: UpstreamBug) -> None:
     """Where the lowest supported release is fixed, the file goes."""
     lowest = re.search(r'"torch>=([\d.]+)"', PYPROJECT.read_text(encoding="utf-8"))
     assert bug.seen_in
-    is_needed = bug.fixed_in is None or _version(lowest[1]) < _version(bug.fixed_in)
+    is_needed = bug.fixed_in is None or TorchVersion(lowest[1]) < bug.fixed_in
     assert is_needed, f"every supported torch is fixed: {bug.file}, its tests and its entry can go"

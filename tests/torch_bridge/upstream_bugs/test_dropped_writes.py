@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.torch_version import TorchVersion
 
 from apollo_compile.torch_bridge.upstream_bugs.dropped_writes import keep_writes
@@ -106,16 +107,11 @@ def test_a_write_arrives_where_a_number_of_python_makes_dynamo_trace_again() -> 
 @pytest.mark.skipif(not HAS_DEFECT, reason="torch is left alone")
 def test_a_number_that_is_only_read_is_traced_once() -> None:
     """Trace it once, where torch alone traces it twice for nothing."""
-    graphs: list[fx.GraphModule] = []
-
-    def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        graphs.append(graph_module)
-        return _compile_graph(graph_module, example_inputs)
-
-    compiled = torch.compile(_scale, backend=compile_graph)
+    counter = CompileCounterWithBackend(_compile_graph)
+    compiled = torch.compile(_scale, backend=counter)
     for _ in range(2):
         compiled(_number(), torch.ones(3, dtype=torch.float64))
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 def test_a_graph_without_dynamo_is_left_alone() -> None:

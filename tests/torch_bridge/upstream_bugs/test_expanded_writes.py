@@ -52,8 +52,7 @@ def test_a_write_goes_to_a_copy_only_where_elements_share_memory(
     num_guards = _num_guards(traced)
     write_to_copies(traced.graph)
     traced.graph.lint()
-    copies = traced.graph.find_nodes(op="call_function", target=torch.ops.prims.clone.default)
-    assert len(copies) == num_copies
+    assert len(traced.graph.find_nodes(op="call_function", target=torch.ops.prims.clone.default)) == num_copies
     assert _num_guards(traced) == num_guards
     traced.recompile()
     assert torch.equal(traced(*inputs), write(*inputs))

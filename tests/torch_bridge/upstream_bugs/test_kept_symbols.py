@@ -28,6 +28,5 @@ print(compile_layer() - first, compile_layer() - first)
 
 def test_torch_keeps_what_it_knows_of_sizes() -> None:
     """One more for every model that was compiled and forgotten, in a process where nothing else was compiled."""
-    command = [sys.executable, "-c", textwrap.dedent(COUNT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(COUNT)], capture_output=True, text=True, check=True)
     assert_as_listed("kept_symbols.py", is_there=done.stdout.split() == ["1", "2"])

@@ -40,26 +40,25 @@ def test_a_graph_that_writes_to_no_input_is_not_changed() -> None:
     assert _saved(made) == []
 
 
-def test_only_what_is_made_of_the_written_input_is_saved() -> None:
-    """Views of it are not: they read nothing. What is made of the result may be computed again."""
+@pytest.mark.parametrize(
+    ("read", "saved"),
+    [
+        (lambda x, y: (x.cos() * y.view(-1).view(4, 4).sin()).exp(), aten.sin.default),
+        (lambda x, y: y.t().clone(memory_format=torch.contiguous_format), aten.clone.default),
+    ],
+    ids=["not views, nor what is made of the result", "a copy that lies otherwise"],
+)
+def test_only_what_is_made_of_the_written_input_is_saved(
+    read: Callable[[Tensor, Tensor], Tensor], saved: object
+) -> None:
+    """Views read nothing, results may be computed again, and a copy that lies otherwise is no copy to drop."""
 
     def use(x: Tensor, y: Tensor) -> Tensor:
-        result = (x.cos() * y.view(-1).view(4, 4).sin()).exp()
+        result = read(x, y)
         aten.copy_(y, x)
         return result
 
-    assert _saved(_kept(use)) == [aten.sin.default]
-
-
-def test_a_copy_that_lies_otherwise_is_no_copy_to_drop() -> None:
-    """It is saved, and copied once only."""
-
-    def use(x: Tensor, y: Tensor) -> Tensor:
-        result = y.t().clone(memory_format=torch.contiguous_format)
-        aten.copy_(y, x)
-        return result
-
-    assert _saved(_kept(use)) == [aten.clone.default]
+    assert _saved(_kept(use)) == [saved]
 
 
 def _copy_and_clear(x: Tensor, kept: Tensor) -> Tensor:
