@@ -109,8 +109,7 @@ def test_tensor_parallelism_has_the_limit_that_is_asked_for() -> None:
 
 def test_a_cell_that_does_not_fit_is_only_taken_if_no_split_fits() -> None:
     """Data parallelism is faster, and a replica needs more memory than half of one."""
-    link = Link(1e-6, 1e10)
-    tight = replace(GPU, link=link, memory_bytes=8 * (COPIES * 2**20 + 2**21))
+    tight = replace(GPU, link=Link(1e-6, 1e10), memory_bytes=8 * (COPIES * 2**20 + 2**21))
     cell = only(cells_of(times, replace(tight, memory_bytes=None), 2, 32), 1)
     assert (cell.data, cell.tensor, cell.fits) == (2, 1, True)
     cell = only(cells_of(times, tight, 2, 32), 1)

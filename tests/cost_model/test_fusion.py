@@ -33,9 +33,6 @@ def _node(
 
 ADD, MM, VIEW, FULL = "aten.add.Tensor", "aten.mm.default", "aten.view.default", "aten.full.default"
 EXP, SUM, PUT = "aten.exp.default", "aten.sum.dim_IntList", "aten.index_put.default"
-GETITEM = "getitem"
-
-
 GROUPED: dict[str, tuple[list[Node], tuple[int, int, int]]] = {
     "of a chain of loops, the ends alone move bytes": (
         [_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,)), _node(5, SUM, (4,), size=10)],
@@ -74,7 +71,7 @@ GROUPED: dict[str, tuple[list[Node], tuple[int, int, int]]] = {
     "a reduction with two results stays in the group of their readers": (
         [
             _node(1, "aten.var_mean.correction", (0,), size=20),
-            *(_node(number, GETITEM, (1,), size=10, read=0) for number in (2, 3)),
+            *(_node(number, "getitem", (1,), size=10, read=0) for number in (2, 3)),
             _node(4, "aten.sub.Tensor", (0, 2), read=110),
             _node(5, "aten.mul.Tensor", (3, 4), read=110),
         ],
@@ -155,8 +152,7 @@ def test_a_segment_knows_its_kernels_one_by_one() -> None:
     """Loop, product, loop: each with its own bytes, what comes from outside apart, launches, and equal ones counted."""
     parts = (Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=10, tiles=3, launches=2),)
     product = Work(flops=10, bytes_read=200, bytes_written=100, kernels=2, parts=parts)
-    nodes = [_node(1, EXP, (0,)), replace(_node(2, MM, (1, 0)), work=product), _node(3, EXP, (2,))]
-    work = segment_needs(nodes).work
+    work = segment_needs([_node(1, EXP, (0,)), replace(_node(2, MM, (1, 0)), work=product), _node(3, EXP, (2,))]).work
     assert work.parts == (
         Kernel(flops=10, bytes_moved=200, bytes_from_outside=100),
         replace(parts[0], bytes_moved=300, bytes_from_outside=100),

@@ -106,7 +106,6 @@ def test_rates_between_sizes_follow_a_power_and_between_counts_a_line() -> None:
     )
     flops = {1: 1.0, 100: 1.0, 1000: 10.0, 10_000: 100.0, 10**9: 100.0}
     for (size, expected), (units, factor) in itertools.product(flops.items(), ((1, 1), (2, 2), (9, 3))):
-        found = profile.flops_per_s(KernelKind.SCATTER, "float32", size, units)
-        assert found == pytest.approx(factor * expected)
+        assert profile.flops_per_s(KernelKind.SCATTER, "float32", size, units) == pytest.approx(factor * expected)
     assert profile.flops_per_s(KernelKind.LIBRARY, "int64", 100, 1) == pytest.approx(1.0)
     assert profile.flops_per_s(KernelKind.CONVOLUTION_BACKWARD, "bfloat16", 100, 1) == pytest.approx(1e9)

@@ -28,7 +28,6 @@ COSTS = costs(
 PLAN = plan(GRAPH, "*AABB*", lanes=LANES, costs=COSTS, order=(0, 1, 3, 2, 4, 5))
 SYNCS, MEMORY, PROGRAM = follow(GRAPH, PLAN)
 
-
 FORMS: dict[str, Callable[[], str]] = {
     "capture": lambda: text.format_capture(capture()),
     "partition": lambda: text.format_partition(partition()),
@@ -71,14 +70,13 @@ def test_every_product_has_a_text(seed: int) -> None:
     table = random_costs(rng, made, lanes)
     planned = make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.2)
     syncs, memory, program = follow(made, planned)
-    forms = [
+    for form in (
         text.format_costs(table, made),
         text.format_plan(planned, made),
         text.format_syncs(syncs, made, planned),
         text.format_memory(memory, made),
         text.format_program(program, made),
         text.format_trace(Trace(spans=(), duration_ns=0), made, planned),
-    ]
-    for form in forms:
+    ):
         assert form
         assert all(line == line.rstrip() for line in form.splitlines())

@@ -74,8 +74,7 @@ def test_every_operator_that_declares_a_write_writes_to_just_that() -> None:
         written, tensors = _written(_overload(schema), schema)
         names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
         declared = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-        expected = [tensor for name, tensor in zip(names, tensors, strict=True) if name in declared]
-        assert written == expected, schema
+        assert written == [tensor for name, tensor in zip(names, tensors, strict=True) if name in declared], schema
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no operators of FSDP")

@@ -54,8 +54,7 @@ def test_a_broken_plan_is_refused(broken: Plan, message: str) -> None:
 
 def test_a_segment_may_take_longer_beside_others_and_a_pinned_plan_longer_than_serial() -> None:
     """Interference is part of a plan's durations, and what a user pins is the user's; hand-overs need their time."""
-    disturbed = replace(with_assignment(2, duration_ns=12), makespan_ns=22)
-    check.check_plan(disturbed, GRAPH, COSTS)
+    check.check_plan(replace(with_assignment(2, duration_ns=12), makespan_ns=22), GRAPH, COSTS)
     check.check_plan(replace(SLOWER, pinned=True), GRAPH, COSTS)
     with pytest.raises(InvariantError, match="until 13 ns"):
         check.check_plan(PLAN, GRAPH, replace(COSTS, handover_ns=3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -29,32 +28,30 @@ def test_missing_and_superfluous_waits_are_refused() -> None:
     """Both directions, and dependencies that are listed nowhere."""
     syncs, *_ = follow(GRAPH, PLAN)
     first, second = syncs.waits
-    with pytest.raises(InvariantError, match="nothing orders it after segment"):
-        check.check_syncs(replace(syncs, waits=(first,), dropped=(second,)), GRAPH, PLAN)
-    with pytest.raises(InvariantError, match="implied"):
-        check.check_syncs(replace(syncs, waits=(*syncs.waits, first)), GRAPH, PLAN)
-    extra = Dependency(producer=SegmentId(0), consumer=SegmentId(1))
-    with pytest.raises(InvariantError, match="cross-lane dependencies, each once"):
-        check.check_syncs(replace(syncs, dropped=(extra,)), GRAPH, PLAN)
     chained = graph((), (), (0, 1), (0,))
     planned = plan(chained, "ABAA")
     implied = eliminate_syncs(chained, planned)
-    own = Dependency(producer=SegmentId(0), consumer=SegmentId(2))
-    with pytest.raises(InvariantError, match="of its own lane"):
-        check.check_syncs(replace(implied, waits=(*implied.waits, own)), chained, planned)
+    extra, own = (Dependency(producer=SegmentId(0), consumer=SegmentId(consumer)) for consumer in (1, 2))
+    for broken, of, message in (
+        (replace(syncs, waits=(first,), dropped=(second,)), (GRAPH, PLAN), "nothing orders it after segment"),
+        (replace(syncs, waits=(*syncs.waits, first)), (GRAPH, PLAN), "implied"),
+        (replace(syncs, dropped=(extra,)), (GRAPH, PLAN), "cross-lane dependencies, each once"),
+        (replace(implied, waits=(*implied.waits, own)), (chained, planned), "of its own lane"),
+    ):
+        with pytest.raises(InvariantError, match=message):
+            check.check_syncs(broken, *of)
 
 
 def test_broken_memory_plans_are_refused() -> None:
     """Released too early, twice, or not at all; an output released; peaks that cannot be."""
     syncs, memory, _ = follow(GRAPH, PLAN)
     early = tuple(replace(hold, segment=SegmentId(0)) for hold in memory.holds)
-    cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: replace(memory, holds=early), "without being ordered after its user"),
-        (lambda: replace(memory, holds=memory.holds[1:]), r"wrong: \[\d\]"),
-        (lambda: replace(memory, at_end=(memory.holds[0].buffer,)), r"wrong: \[\d\]"),
-        (lambda: replace(memory, at_end=(BufferId(3),)), r"wrong: \[3\]"),
-        (lambda: replace(memory, peak_bytes=10**9), "a peak per lane"),
-    ]
-    for broken, message in cases:
+    for broken, message in (
+        (replace(memory, holds=early), "without being ordered after its user"),
+        (replace(memory, holds=memory.holds[1:]), r"wrong: \[\d\]"),
+        (replace(memory, at_end=(memory.holds[0].buffer,)), r"wrong: \[\d\]"),
+        (replace(memory, at_end=(BufferId(3),)), r"wrong: \[3\]"),
+        (replace(memory, peak_bytes=10**9), "a peak per lane"),
+    ):
         with pytest.raises(InvariantError, match=message):
-            check.check_memory(broken(), GRAPH, PLAN, syncs)  # type: ignore[arg-type]
+            check.check_memory(broken, GRAPH, PLAN, syncs)
