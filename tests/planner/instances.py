@@ -26,7 +26,7 @@ from apollo_compile.planner.problem import ExecutionMode, Problem, Task
 FOLDER = Path(__file__).parent / "psplib"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Instance:
     """A published instance and what is known of it."""
 
@@ -54,12 +54,7 @@ def published() -> tuple[Instance, ...]:
     """Return the instances that `best.csv` names."""
     with (FOLDER / "best.csv").open(newline="") as rows:
         return tuple(
-            Instance(
-                name=row["file"],
-                family=row["class"],
-                best_makespan=int(row["best_makespan"]),
-                is_proven=row["status"] == "proven",
-            )
+            Instance(row["file"], row["class"], int(row["best_makespan"]), row["status"] == "proven")
             for row in csv.DictReader(rows)
         )
 

@@ -86,21 +86,11 @@ def test_a_deadline_ends_the_walk() -> None:
 
 def unequal_chains(speedup: float, num_layers: int, handover: int) -> Problem:
     """Return a first task, chains with 61 % and 39 % of the work, and a last task, on two units."""
-    tasks = []
-
-    def add(work: float, before: tuple[int, ...]) -> tuple[int, ...]:
-        on_one = round(work * speedup)
-        tasks.append(a_task(round(work), on_one, on_one, before=before))
-        return (len(tasks) - 1,)
-
-    first = add(10_000, ())
-    ends: tuple[int, ...] = ()
-    for work in (610_000, 390_000):
-        last = first
-        for _ in range(num_layers):
-            last = add(work / num_layers, last)
-        ends += last
-    add(10_000, ends)
+    works = [10_000.0, *num_layers * [610_000 / num_layers], *num_layers * [390_000 / num_layers], 10_000.0]
+    before = [(), *((task,) for task in range(2 * num_layers)), (num_layers, 2 * num_layers)]
+    before[num_layers + 1] = (0,)
+    both = zip(works, before, strict=True)
+    tasks = [a_task(round(work), *2 * [round(work * speedup)], before=each) for work, each in both]
     return on_halves(tasks, handover=handover)
 
 

@@ -33,8 +33,7 @@ def test_the_bound_of_two_unequal_chains_mixes_path_and_load(speedup: float) -> 
     Neither the critical path (610) nor the area (500 x speedup) shows it; only their combination does.
     """
     on_one = round(10 * speedup)
-    firsts = (0, 61)
-    tasks = [a_task(10, on_one, on_one, before=() if index in firsts else (index - 1,)) for index in range(100)]
+    tasks = [a_task(10, on_one, on_one, before=() if index in (0, 61) else (index - 1,)) for index in range(100)]
     best = 390 * speedup + 220
     assert 0.999 * best <= lower_bound(on_halves(tasks)) <= best
 

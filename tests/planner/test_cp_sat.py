@@ -47,14 +47,12 @@ def test_the_solver_finds_what_exhaustive_search_finds(seed: int, solver_seed: i
 
 def test_a_problem_without_a_schedule_is_infeasible() -> None:
     """One task needs more than there is."""
-    problem = Problem(tasks=(a_task(1, demands=(3,)),), capacities=(2,))
-    outcome = ask_solver(problem, deterministic_time=1.0, time_limit_s=10.0)
+    outcome = ask_solver(Problem(tasks=(a_task(1, demands=(3,)),), capacities=(2,)))
     assert (outcome.status, outcome.schedule) == ("infeasible", None)
 
 
 @pytest.mark.parametrize("time_limit_s", [0.0, -0.1])
 def test_a_time_limit_that_strikes_is_reported(time_limit_s: float) -> None:
     """No time at all: nothing is found."""
-    problem = random_problem(random.Random(1), 12, 4)
-    whole = ask_solver(problem, time_limit_s=time_limit_s)
-    assert whole.reached_time_limit and whole.status == "unknown"
+    outcome = ask_solver(random_problem(random.Random(1), 12, 4), time_limit_s=time_limit_s)
+    assert outcome.reached_time_limit and outcome.status == "unknown"

@@ -38,8 +38,7 @@ def test_all_list_schedules_are_valid_and_distinct_and_the_serial_one_comes_firs
 @pytest.mark.parametrize("name", ["clip 6 split", "imagebind 12 split", "microbatches 8 x 2+4"])
 def test_list_schedules_of_real_models_beat_the_serial_schedule(name: str) -> None:
     """By the share that is known for these three, less a little."""
-    problem = realistic_problems()[name]
-    schedules = greedy_schedules(problem)
+    schedules = greedy_schedules(realistic_problems()[name])
     share = {"clip 6 split": 0.85, "imagebind 12 split": 0.71, "microbatches 8 x 2+4": 0.91}[name]
     assert min(schedule.makespan for schedule in schedules) <= share * schedules[0].makespan
 
@@ -48,8 +47,7 @@ def test_a_family_of_lanes_is_a_split_and_all_units() -> None:
     """Halves, and three quarters beside a quarter; then also a half beside two quarters, thirds, and quarters."""
     assert lane_families(random_problem(random.Random(0), 3, 4)) == [(0, 1, 2, 3, 4), (0, 1, 2), (0, 3, 4)]
     in_three, in_four = [(1, 4, 10), (2, 8, 9), (5, 6, 7)], [(4, 8, 9, 10)]
-    expected = sorted([(1, 2), (3, 4), *in_three, *in_four])
-    assert splits(random_problem(random.Random(0), 3, 16)) == expected
+    assert splits(random_problem(random.Random(0), 3, 16)) == sorted([(1, 2), (3, 4), *in_three, *in_four])
 
 
 def test_lanes_that_leave_units_out_are_no_split() -> None:

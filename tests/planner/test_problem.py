@@ -14,8 +14,7 @@ def two_lanes(*predecessors: tuple[int, ...], handover: int = 0) -> Problem:
 def without_lanes(*predecessors: tuple[int, ...]) -> Problem:
     """Return tasks of 4 that need 3 of a renewable resource, or of 9 that need 1; there are 5."""
     modes = (ExecutionMode(duration=4, demands=(3,)), ExecutionMode(duration=9, demands=(1,)))
-    tasks = tuple(Task(modes=modes, predecessors=before) for before in predecessors)
-    return Problem(tasks=tasks, capacities=(5,))
+    return Problem(tasks=tuple(Task(modes=modes, predecessors=before) for before in predecessors), capacities=(5,))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ SHORTFALLS = {"J5058_5.mm": 29}
 SLOW = ("J5058_5.mm",)
 """Instances that take half a minute."""
 
-INSTANCES = pytest.mark.parametrize("instance", published(), ids=lambda instance: instance.name)
-
 
 def model_of(problem: Problem, budgets: Sequence[Budget]) -> Model:
     """Return the planner's model with budgets, for which it needs every mode: the slowest may be the thriftiest."""
@@ -53,9 +51,8 @@ def test_the_published_makespan_is_reached(instance: Instance) -> None:
     assert not answer.reached_time_limit
     assert answer.schedule is not None and problem.violations(answer.schedule) == ()
     for budget in budgets:
-        assert (
-            sum(row[mode] for row, mode in zip(budget.consumption, answer.schedule.modes, strict=True)) <= budget.limit
-        )
+        pairs = zip(budget.consumption, answer.schedule.modes, strict=True)
+        assert sum(row[mode] for row, mode in pairs) <= budget.limit
     found, allowed = answer.schedule.makespan, instance.best_makespan * (1.0 if instance.family in EXACT else 1.02)
     assert found <= SHORTFALLS.get(instance.name, allowed)
     if instance.is_proven:
@@ -63,7 +60,7 @@ def test_the_published_makespan_is_reached(instance: Instance) -> None:
         assert answer.bound <= instance.best_makespan
 
 
-@INSTANCES
+@pytest.mark.parametrize("instance", published(), ids=lambda instance: instance.name)
 def test_our_bound_is_below_the_published_makespan(instance: Instance) -> None:
     """And above nothing; without budgets it is lower still."""
     problem, _ = instance.read()

@@ -167,11 +167,13 @@ def test_that_a_solver_is_sure_is_no_certificate(monkeypatch: pytest.MonkeyPatch
     assert solution.bound == lower_bound(problem) < solution.schedule.makespan
 
 
-def test_a_plan_that_is_as_short_as_the_bound_ends_the_search() -> None:
-    """A chain cannot be shorter than itself; the solver is not asked."""
-    problem = random_problem(random.Random(0), 1, 4)
+@pytest.mark.parametrize("num_tasks", [0, 1])
+def test_a_plan_that_is_as_short_as_the_bound_ends_the_search(num_tasks: int) -> None:
+    """A task cannot be shorter than itself, nor nothing than nothing; the solver is not asked."""
+    problem = random_problem(random.Random(0), num_tasks, 4)
     solution = solve(problem, QUICK)
-    assert solution.proof == "bound"
+    check(problem, solution)
+    assert (len(solution.schedule.modes), solution.proof) == (num_tasks, "bound")
     assert solution.solver is None
     assert not solution.stopped_early
 
@@ -182,9 +184,3 @@ def test_an_ordinary_search_logs_no_warning(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         solve(limited(rng, random_problem(rng, 8, 4)), QUICK)
     assert caplog.records == []
-
-
-def test_nothing_is_solved_by_nothing() -> None:
-    """An empty problem."""
-    solution = solve(Problem(tasks=()), QUICK)
-    assert (solution.schedule.modes, solution.bound, solution.proof) == ((), 0, "bound")
