@@ -79,8 +79,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, says: str)
     format = large if text.startswith("[[") else NOTES
     with pytest.raises(ValueError, match=says) as raised:
         format.read(path)
-    found = Store(tmp_path, format).read("a")
-    assert found == Found(state=FileState.DAMAGED, detail=str(raised.value))
+    assert Store(tmp_path, format).read("a") == Found(state=FileState.DAMAGED, detail=str(raised.value))
 
 
 # --------------------------------------------------------------------------------------------------------------- faults

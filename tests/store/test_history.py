@@ -22,12 +22,11 @@ def a_finding() -> Finding:
     """Return one with a plan and a verdict."""
     rng = random.Random(0)
     graph, lanes = random_graph(rng, 5), lane_catalogue(4)
-    standings = (Standing(name="plan", step_ns=5.0, ratio=1.0, num_rounds=5),)
     return Finding(
         observations=Observations(),
         plan=random_plan(rng, graph, lanes, random_costs(rng, graph, lanes)),
         variant="plan",
-        verdict=Verdict(standings=standings, num_steps=30),
+        verdict=Verdict(standings=(Standing(name="plan", step_ns=5.0, ratio=1.0, num_rounds=5),), num_steps=30),
     )
 
 

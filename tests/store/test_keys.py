@@ -6,40 +6,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from apollo_compile.config import Config, load_config
-from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role
+from apollo_compile.ir import Capture
 from apollo_compile.passes.partition import partition_graph
 from apollo_compile.store.keys import bundle_key, circumstances, finding_key
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.profile import DeviceProfile
+from tests.ir.check.test_graph import capture, with_node
 
-PROFILE = default_profile(4)
-
-
-def chain_capture(length: int) -> Capture:
-    """Return a graph of products, one after the other."""
-    nodes = [Node(id=NodeId(0), name="x", kind=NodeKind.INPUT, target="x", inputs=(), num_bytes=4)]
-    nodes += [
-        Node(
-            id=NodeId(index),
-            name=f"mm{index}",
-            kind=NodeKind.COMPUTE,
-            target="aten.mm",
-            inputs=(NodeId(index - 1),),
-            num_bytes=4,
-            signature="mm",
-        )
-        for index in range(1, length)
-    ]
-    return Capture(name="chain", role=Role.INFERENCE, nodes=tuple(nodes), outputs=(NodeId(length - 1),))
+CAPTURE, PROFILE = capture(), default_profile(4)
 
 
 def test_a_key_holds_all_that_shapes_a_finding() -> None:
     """Graph, role, machine, profile, options, topology of the cores, and threads."""
-    capture = chain_capture(4)
     config = load_config()
 
     def key(
-        capture: Capture = capture,
+        capture: Capture = CAPTURE,
         config: Config = config,
         profile: DeviceProfile = PROFILE,
         machine: Sequence[object] = (((0, 0), (1, 0)), 4),
@@ -51,7 +33,7 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
 
     keys = [
         key(),
-        key(capture=chain_capture(5)),
+        key(capture=with_node(3, target="aten.bmm", signature="bmm")),
         key(profile=replace(PROFILE, handover_ns=PROFILE.handover_ns + 1)),
         key(profile=default_profile(3)),
         key(config=load_config({"partition.granularity": "module"})),
@@ -64,13 +46,11 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]
     assert key(config=load_config({"debug.log": "INFO"})) == keys[0]
-    assert key(capture=replace(capture, name="another")) == keys[0]
+    assert key(capture=replace(CAPTURE, name="another")) == keys[0]
 
 
 def test_a_key_of_bundles_holds_circumstances_and_paths() -> None:
     """AOTAutograd knows the rest; no part can stand for another one."""
-    keys = {
-        bundle_key(around, paths) for around, paths in (("a", "b"), ("a", "c"), ("c", "b"), ("a b", ""), ("", "a b"))
-    }
+    keys = {bundle_key(*both) for both in (("a", "b"), ("a", "c"), ("c", "b"), ("a b", ""), ("", "a b"))}
     assert len(keys) == 5
     assert bundle_key("a", "b") == bundle_key("a", "b")
