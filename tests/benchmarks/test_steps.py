@@ -16,7 +16,6 @@ pytest.importorskip("transformers")
 from apollo_compile.ir import Variant  # noqa: E402
 from apollo_compile.tools.bench.numbers import LOSS, compare_digests  # noqa: E402
 from apollo_compile.tools.bench.task import MeasuredTask  # noqa: E402
-from apollo_compile.tools.bench.turns import measure_children  # noqa: E402
 from benchmarks.harness import whole_steps  # noqa: E402
 from benchmarks.harness.whole_steps import (  # noqa: E402
     OF_LEARNERS,
@@ -31,7 +30,7 @@ from benchmarks.harness.whole_steps import (  # noqa: E402
     _change_of,
 )
 from benchmarks.steps import KNOWN, VARIANTS, format_overview, is_judged, make_task  # noqa: E402
-from tests.tools.test_bench import FakeChild  # noqa: E402
+from tests.tools.test_bench import FakeChild, measured  # noqa: E402
 
 EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
 
@@ -131,9 +130,8 @@ def test_the_overview_has_a_ratio_over_every_rival_with_its_interval(tmp_path: P
     times = {"eager": 500, "inductor": 400, "inductor-traced": 200, "inductor-full-batch": 100, "apollo-step": 200}
     rows = []
     for name, batch in (("clip", 8), ("llava", 4)):
-        children = {each: Child(each, ns, [], tmp_path) for each, ns in times.items()}
         task = make_task(name, "tiny", batch, "adamw", 4)
-        made = measure_children(task, children, rounds=5, steps_per_turn=1, warmup=0, pause=lambda seconds: None)
+        made = measured(task, times, tmp_path, rounds=5, kind=Child)
         rows.append(made)
         judged = {result.variant for result in made.results if is_judged(task, result)}
         assert ("inductor-full-batch" in judged) == (name == "llava")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +15,9 @@ import pytest
 
 from apollo_compile.device.cpu.machine import cpu_description
 from apollo_compile.errors import ApolloError
+from apollo_compile.tools.bench import numbers
 from apollo_compile.tools.bench.facts import machine_facts
-from apollo_compile.tools.bench.numbers import (
-    LOSS,
-    Measurement,
-    Numbers,
-    compare_digests,
-    save_digest,
-    summarize,
-    to_json,
-)
+from apollo_compile.tools.bench.numbers import LOSS, Measurement, Numbers, compare_digests, summarize, to_json
 from apollo_compile.tools.bench.render import format_measurement
 from apollo_compile.tools.bench.task import (
     INDUCTOR_MODES,
@@ -84,17 +77,23 @@ class FakeChild:
         return ["segments in turn", "Inductor"] if self.name == "apollo" else []
 
     def numbers(self) -> Numbers:
-        save_digest(self.folder / f"{self.name}.npz", {"file": np.full(3, self.loss, dtype=np.float32)})
+        numbers.save_digest(self.folder / f"{self.name}.npz", {"file": np.full(3, self.loss, dtype=np.float32)})
         return {"loss": self.loss, "digest": str(self.folder / f"{self.name}.npz")}
 
 
 def measured(
-    task: MeasuredTask, times: dict[str, int], folder: Path, *, rounds: int = 1, steps: int = 1
+    task: MeasuredTask,
+    times: dict[str, int],
+    folder: Path,
+    *,
+    rounds: int = 1,
+    losses: Mapping[str, float] | None = None,
+    kind: type[FakeChild] = FakeChild,
 ) -> Measurement:
-    """Measure children whose steps take so long, without a pause."""
-    children = {name: FakeChild(name, step_ns, [], folder) for name, step_ns in times.items()}
-    pause = lambda seconds: None  # noqa: E731
-    return measure_children(task, children, rounds=rounds, steps_per_turn=steps, warmup=0, pause=pause)
+    """Measure children whose steps take so long, without a pause; their losses are 1 if not given."""
+    losses = losses or {}
+    children = {name: kind(name, step_ns, [], folder, losses.get(name, 1.0)) for name, step_ns in times.items()}
+    return measure_children(task, children, rounds=rounds, steps_per_turn=1, warmup=0, pause=lambda seconds: None)
 
 
 def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
@@ -120,8 +119,7 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
 
 def test_a_measurement_says_what_ran_on_which_cpu_in_which_type(tmp_path: Path) -> None:
     """A speed-up says little where nobody knows of what; which libraries are fast depends on the vendor."""
-    task = MeasuredTask(builder="x:y", dtype="bfloat16")
-    measurement = measured(task, {"inductor": 100, "apollo": 100}, tmp_path)
+    measurement = measured(MeasuredTask(builder="x:y", dtype="bfloat16"), {"inductor": 100, "apollo": 100}, tmp_path)
     lines, facts = format_measurement(measurement).splitlines(), to_json(measurement)
     (line,) = [line for line in lines if line.startswith("selected variants")]
     assert line.endswith(": apollo: segments in turn, Inductor")
@@ -161,8 +159,7 @@ def test_the_best_mode_of_inductor_is_that_of_torch() -> None:
 
 def test_a_summary_has_the_statistics_of_all_steps() -> None:
     """Median, minimum and the spread between the tenth and the ninetieth percentile."""
-    own = [[10, 20, 30], [40, 50, 60]]
-    summary = summarize(own, [[70, 70, 70], [70, 70, 70]])
+    summary = summarize([[10, 20, 30], [40, 50, 60]], [[70, 70, 70], [70, 70, 70]])
     assert (summary.median_ns, summary.min_ns, summary.p10_ns, summary.p90_ns) == (35, 10, 15, 55)
     assert summary.speedup == 2.0
 
@@ -179,10 +176,7 @@ def test_the_interval_of_a_speedup_holds_the_true_value(seed: int) -> None:
 
 
 def _digest(loss: float, **gradients: list[float]) -> dict[str, Any]:
-    return {
-        LOSS: np.asarray(loss),
-        **{name: np.asarray(values, dtype=np.float32) for name, values in gradients.items()},
-    }
+    return {LOSS: np.asarray(loss), **{name: np.asarray(values, np.float32) for name, values in gradients.items()}}
 
 
 def test_differences_name_the_worst_parameter() -> None:

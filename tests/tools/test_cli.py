@@ -26,7 +26,7 @@ from apollo_compile.tools.bench.task import MeasuredTask, MeasuredVariant  # noq
 from apollo_compile.tools.targets import load_target  # noqa: E402
 from tests.reports.reports import workload_report  # noqa: E402
 from tests.tools.conftest import Apollo  # noqa: E402
-from tests.tools.test_bench import FakeChild  # noqa: E402
+from tests.tools.test_bench import measured  # noqa: E402
 
 MODEL = """
 import torch
@@ -337,11 +337,7 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
 
     def measure(task: MeasuredTask, variants: Sequence[MeasuredVariant], **_: Any) -> Measurement:
         asked.append((task, [variant.name for variant in variants]))
-        children = {
-            each.name: FakeChild(each.name, 1_000_000, [], tmp_path, losses.get(each.name, 1.0)) for each in variants
-        }
-        pause = lambda seconds: None  # noqa: E731
-        return turns.measure_children(task, children, rounds=5, steps_per_turn=2, warmup=0, pause=pause)
+        return measured(task, {each.name: 1_000_000 for each in variants}, tmp_path, rounds=5, losses=losses)
 
     monkeypatch.setattr(turns, "measure", measure)
     arguments = ["--variants", "eager,apollo", "--set", "batch=2", "--inference", "--dtype", "bfloat16"]

@@ -56,24 +56,21 @@ def test_a_plan_is_shown_and_saved(trace: Path, apollo: Apollo) -> None:
     assert len(plan.placements) == 20 == len(ran.out.splitlines()) - 4
 
 
-def test_jobs_without_commands_have_no_scripts(trace: Path, apollo: Apollo) -> None:
-    """Nothing is written."""
-    ran = apollo("cluster", "plan", "trace.csv", *ON_CLUSTER, "--slurm", "scripts")
-    assert ran.code == 1 and "has no command" in ran.err and not (trace / "scripts").exists()
-
-
-@pytest.mark.usefixtures("trace")
-def test_an_unknown_policy_is_an_error(apollo: Apollo) -> None:
-    """In a line."""
-    ran = apollo("cluster", "simulate", "trace.csv", *ON_CLUSTER, "--policy", "fair")
-    assert ran == (1, "", "apollo cluster: unknown policy 'fair'; known: fcfs, gavel, apollo\n")
-
-
 @pytest.mark.parametrize(
-    ("option", "message"),
-    [(["--jobs", "0"], "a number of at least 1, got '0'"), (["--load", "nan"], "a number above 0, got 'nan'")],
+    ("command", "option", "code", "message"),
+    [
+        ("plan", ("--slurm", "scripts"), 1, " has no command"),
+        ("simulate", ("--policy", "fair"), 1, "unknown policy 'fair'; known: fcfs, gavel, apollo\n"),
+        ("generate", ("--jobs", "0"), 2, "expected a number of at least 1, got '0'"),
+        ("generate", ("--load", "nan"), 2, "expected a number above 0, got 'nan'"),
+    ],
 )
-def test_numbers_that_make_no_trace_are_refused(apollo: Apollo, option: list[str], message: str) -> None:
-    """By the parser of the arguments."""
-    ran = apollo("cluster", "generate", "t.csv", *ON_CLUSTER, *option)
-    assert ran.code == 2 and f"expected {message}" in ran.err
+def test_what_cannot_be_done_is_told_and_nothing_is_written(
+    command: str, option: tuple[str, str], code: int, message: str, trace: Path, apollo: Apollo
+) -> None:
+    """Scripts of jobs without commands, policies that nobody knows, numbers that make no trace."""
+    before = set(trace.iterdir())
+    ran = apollo("cluster", command, "trace.csv", *ON_CLUSTER, *option)
+    assert (ran.code, ran.out) == (code, "") and message in ran.err
+    assert code == 2 or ran.err.startswith("apollo cluster: ")
+    assert set(trace.iterdir()) == before

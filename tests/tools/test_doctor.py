@@ -153,11 +153,6 @@ def run_doctor(folder: Path) -> tuple[int, dict[str, dict[str, str]], str]:
     return done.returncode, {f["subject"]: f for f in json.loads(done.stdout)}, done.stderr
 
 
-def is_quiet(errors: str) -> bool:
-    """Return whether nothing was written but what takes long on a busy machine."""
-    return all(line.startswith("doctor: ") for line in errors.splitlines())
-
-
 def test_this_machine_is_looked_at() -> None:
     """Whatever it is, every fact is found and nothing raises."""
     facts = look()
@@ -228,7 +223,8 @@ def test_a_wrong_torch_is_a_finding_without_a_traceback(tmp_path: Path, content:
     """Too old, broken, or something else of that name."""
     (tmp_path / "torch.py").write_text(content)
     status, found, errors = run_doctor(tmp_path)
-    assert status == 1 and is_quiet(errors)
+    assert status == 1
+    assert all(line.startswith("doctor: ") for line in errors.splitlines())  # what takes long on a busy machine
     assert found["torch"]["level"] == "error" and message in found["torch"]["message"]
     assert found["C++ compiler"]["level"] == "ok"
     assert "CUDA" not in found and "device profile" not in found  # nobody could ask torch

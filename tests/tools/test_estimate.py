@@ -12,9 +12,9 @@ from torch import nn
 from apollo_compile.cost_model.cells import COPIES, Estimate
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ConfigError, TargetError
-from apollo_compile.json_form import from_json, to_json
 from apollo_compile.tools.estimate import ERRORS, estimate, format_estimate
 from apollo_compile.tools.targets import ModelCall, default_loss
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.tools.conftest import Apollo
 
 MODEL = """
@@ -26,31 +26,18 @@ def build():
 """
 
 
-class Chain(nn.Module):
-    """Three equal layers, one of which is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(3))
-        self.layers[0].requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer makes."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def call(*inputs: torch.Tensor) -> ModelCall:
-    """Return a call of the chain."""
-    return ModelCall(name="chain", model=Chain(), args=inputs, kwargs={}, loss=default_loss)
+    """Return a call of a chain of three equal layers, one of which is frozen."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(3)))
+    layers[0].requires_grad_(False)
+    chain = Wrapped(lambda own, x: own.layers(x), layers=layers)
+    return ModelCall(name="chain", model=chain, args=inputs, kwargs={}, loss=default_loss)
 
 
 @pytest.fixture(scope="module")
 def found() -> Estimate:
     """The chain on one, two and four large GPUs and CPUs."""
-    devices = [("h100", (1, 2, 4)), ("cpu64", (1, 2))]
-    return estimate(call(torch.randn(64, 512)), devices, link=Link(1e-6, 1e12))
+    return estimate(call(torch.randn(64, 512)), [("h100", (1, 2, 4)), ("cpu64", (1, 2))], link=Link(1e-6, 1e12))
 
 
 def test_every_number_of_devices_has_a_cell_per_number_of_stages(found: Estimate) -> None:
@@ -65,13 +52,12 @@ def test_every_number_of_devices_has_a_cell_per_number_of_stages(found: Estimate
 
 def test_memory_holds_what_training_keeps(found: Estimate) -> None:
     """Two trained layers four times, the frozen one once, and the activations."""
-    weights = 512 * 512 * 4 + 512 * 4
-    assert found.cells[0].memory_bytes > (2 * COPIES + 1) * weights
-    assert found.cells[0].memory_bytes < (2 * COPIES + 1) * weights + 30 * 64 * 512 * 4
+    weights = (2 * COPIES + 1) * (512 * 512 * 4 + 512 * 4)
+    assert weights < found.cells[0].memory_bytes < weights + 30 * 64 * 512 * 4
 
 
 def test_two_devices_with_a_good_link_are_faster_on_a_cpu(found: Estimate) -> None:
-    """Of which there is half as much to compute for each."""
+    """Half as much is left to compute for each."""
     one, two = (next(c for c in found.cells if (c.device, c.devices, c.stages) == ("cpu64", n, 1)) for n in (1, 2))
     assert two.step_s < 0.9 * one.step_s
 
@@ -83,11 +69,6 @@ def test_the_band_is_as_wide_as_the_source_is_bad(found: Estimate) -> None:
     assert cpu.high_s / cpu.step_s == pytest.approx(1 + ERRORS["default"])
     text = format_estimate(found)
     assert "h100: NVIDIA H100 SXM, datasheet; link as given" in text and "cpu64: default x64, default" in text
-
-
-def test_an_estimate_survives_its_file(found: Estimate) -> None:
-    """As JSON."""
-    assert from_json(Estimate, json.loads(json.dumps(to_json(found)))) == found
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, apollo: Apollo) -> None:
@@ -112,16 +93,20 @@ def test_the_command_limits_tensor_parallelism(tmp_path: Path, apollo: Apollo) -
     assert splits == [[(1, 2)], [(2, 1)]]
 
 
-def test_a_device_without_a_profile_is_an_error() -> None:
-    """With the names of the packaged ones."""
-    with pytest.raises(ConfigError, match=r"cannot read device profile h999: .*cpu, h100, h200"):
-        estimate(call(torch.randn(4, 512)), [("h999", (1,))])
-
-
-def test_inputs_without_a_batch_are_an_error() -> None:
-    """There is nothing to divide."""
-    with pytest.raises(TargetError, match="chain has no input with a batch dimension"):
-        estimate(call(torch.tensor(1.0)), [("cpu64", (1,))])
+@pytest.mark.parametrize(
+    ("inputs", "device", "error", "message"),
+    [
+        (torch.randn(4, 512), "h999", ConfigError, r"cannot read device profile h999: .*cpu, h100, h200"),
+        (torch.tensor(1.0), "cpu64", TargetError, "chain has no input with a batch dimension"),
+    ],
+    ids=["no profile", "no batch"],
+)
+def test_what_cannot_be_estimated_is_an_error(
+    inputs: torch.Tensor, device: str, error: type[Exception], message: str
+) -> None:
+    """A device without a profile, with the names of the packaged ones; inputs without anything to divide."""
+    with pytest.raises(error, match=message):
+        estimate(call(inputs), [(device, (1,))])
 
 
 @pytest.mark.parametrize(

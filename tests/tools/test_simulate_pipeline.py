@@ -10,18 +10,15 @@ import pytest
 
 from tests.tools.conftest import Apollo
 
+VISION = {
+    **{"name": "vision", "replicas": [[0], [1], [2], [3]]},
+    **{"forward_ns": [[40_000_000]], "backward_ns": [[80_000_000]]},
+}
 CASE: dict[str, Any] = {
     "num_ranks": 4,
     "num_microbatches": 8,
     "times": {"forward_ns": [80_000_000] * 4, "backward_ns": [160_000_000] * 4},
-    "encoders": [
-        {
-            "name": "vision",
-            "forward_ns": [[40_000_000]],
-            "backward_ns": [[80_000_000]],
-            "replicas": [[0], [1], [2], [3]],
-        }
-    ],
+    "encoders": [VISION],
 }
 
 
@@ -61,8 +58,8 @@ def test_facts_are_json(case: Path, apollo: Apollo) -> None:
         ({"stages_per_rank": 2}, "1f1b has one stage per rank, got 2; use 'interleaved 1f1b'"),
         ({"schedule": "2f2b"}, "schedule is '2f2b'; expected one of"),
         ({"colour": 1}, "unknown fields ['colour']"),
-        ({"encoders": [{**CASE["encoders"][0], "replicas": [[0, 1]]}]}, "encoder vision has 1 stages"),
-        ({"encoders": [{**CASE["encoders"][0], "replicas": [[-1]]}]}, "replica on device -1"),
+        ({"encoders": [{**VISION, "replicas": [[0, 1]]}]}, "encoder vision has 1 stages"),
+        ({"encoders": [{**VISION, "replicas": [[-1]]}]}, "replica on device -1"),
     ],
 )
 def test_what_is_no_pipeline_is_one_line(case: Path, change: dict[str, Any], message: str, apollo: Apollo) -> None:
@@ -74,7 +71,7 @@ def test_what_is_no_pipeline_is_one_line(case: Path, change: dict[str, Any], mes
 
 def test_a_limit_that_forbids_coarse_filling_is_said(case: Path, apollo: Apollo) -> None:
     """Fine filling meets it."""
-    case.write_text(json.dumps({**CASE, "encoders": [{**CASE["encoders"][0], "max_live": 1}]}))
+    case.write_text(json.dumps({**CASE, "encoders": [{**VISION, "max_live": 1}]}))
     ran = apollo("pipeline", "simulate", case)
     assert ran.code == 0 and "coarse: not possible" in ran.out
 
