@@ -43,14 +43,16 @@ def told_of(graph: GraphSummary) -> str:
     return " ".join(describe(graph, report_of(graph)))
 
 
-def compilation_of(
-    capture: ir.Capture, partition: ir.Partition, profile: DeviceProfile, costs: ir.CostTable, plan: ir.Plan
-) -> Compilation:
-    """Return all products of a graph that has a plan, checked, without measurements."""
-    syncs, memory, program = follow(partition.graph, plan)
+def compilation_of(graph: ir.SegmentGraph, profile: DeviceProfile, costs: ir.CostTable, plan: ir.Plan) -> Compilation:
+    """Return all products of a graph that has a plan, checked, without measurements; its capture has no nodes."""
+    syncs, memory, program = follow(graph, plan)
+    bodies = {
+        segment.body: ir.Body(id=segment.body, name=segment.name, nodes=(), inputs=(), outputs=())
+        for segment in reversed(graph.segments)
+    }
     return Compilation(
-        capture=capture,
-        partition=partition,
+        capture=ir.Capture(name=graph.name, role=graph.role, nodes=(), outputs=()),
+        partition=ir.Partition(graph=graph, bodies=tuple(bodies.values()), nodes_by_segment=()),
         profile=profile,
         observations=ir.Observations(),
         costs=costs,
@@ -62,18 +64,11 @@ def compilation_of(
 
 
 def compile_graph(graph: ir.SegmentGraph, *, units: int = UNITS, time_limit_s: float = 2.0) -> Compilation:
-    """Return all products of a saved graph, planned by heuristics; its nodes are not saved, so the capture has none."""
+    """Return all products of a saved graph, planned by heuristics."""
     profile = default_profile(units)
-    lanes = lane_catalogue(units)
     costs = estimate_costs(graph, profile, ir.Observations())
-    plan = make_plan(graph, costs, lanes=lanes, planner="greedy", time_limit_s=time_limit_s)
-    bodies = {
-        segment.body: ir.Body(id=segment.body, name=segment.name, nodes=(), inputs=(), outputs=())
-        for segment in reversed(graph.segments)
-    }
-    capture = ir.Capture(name=graph.name, role=graph.role, nodes=(), outputs=())
-    partition = ir.Partition(graph=graph, bodies=tuple(bodies.values()), nodes_by_segment=())
-    return compilation_of(capture, partition, profile, costs, plan)
+    plan = make_plan(graph, costs, lanes=lane_catalogue(units), planner="greedy", time_limit_s=time_limit_s)
+    return compilation_of(graph, profile, costs, plan)
 
 
 def invent_run(compilation: Compilation, seed: int = 0) -> ir.Trace:

@@ -21,10 +21,8 @@ def with_critics(flops: int, *, members: int = 4, is_chain: bool = False) -> Com
     """Return a stem and segments of one body that read it, or one another; each is one matmul."""
     reads = [(), *((number if is_chain else 0,) for number in range(members))]
     bodies = (0, *(1 for _ in range(members)))
-    names = ("stem", *(f"critics.{number}" for number in range(members)))
-    made = graph(*reads, names=names, bodies=bodies)
-    kernel = Kernel(kind=KernelKind.MATMUL, flops=flops, bytes_moved=4_000)
-    work = Work(flops=flops, kernels=1, parts=(kernel,))
+    made = graph(*reads, names=("stem", *(f"critics.{number}" for number in range(members))), bodies=bodies)
+    work = Work(flops=flops, kernels=1, parts=(Kernel(kind=KernelKind.MATMUL, flops=flops, bytes_moved=4_000),))
     return compile_graph(replace(made, segments=tuple(replace(each, work=work) for each in made.segments)))
 
 
@@ -36,10 +34,8 @@ def test_independent_segments_of_one_body_are_an_ensemble() -> None:
     kernel = Kernel(kind=KernelKind.BATCHED_MATMUL, flops=4 * LARGE, bytes_moved=16_000)
     one = made.partition.graph.segments[1]
     tensors = len(one.inputs) + len(one.outputs)
-    expected = predict(Work(parts=(kernel,)), made.profile, UNITS, num_tensors=tensors)
-    assert found.batched_ns == expected.duration_ns
-    on_one_unit = predict(one.work, made.profile, 1, num_tensors=tensors).duration_ns
-    assert found.apart_ns <= on_one_unit * 4 / UNITS
+    assert found.batched_ns == predict(Work(parts=(kernel,)), made.profile, UNITS, num_tensors=tensors).duration_ns
+    assert found.apart_ns <= predict(one.work, made.profile, 1, num_tensors=tensors).duration_ns * 4 / UNITS
 
 
 @pytest.mark.parametrize(("members", "is_chain"), [(4, True), (2, False)], ids=["layers", "twins"])
@@ -51,7 +47,6 @@ def test_layers_of_a_chain_and_twins_are_no_ensemble(members: int, is_chain: boo
 @pytest.mark.parametrize(("flops", "is_said"), [(SMALL, True), (LARGE, False)])
 def test_a_report_suggests_to_batch_small_members(flops: int, is_said: bool) -> None:
     """Launches of small ones add up; large ones fill lanes as they are."""
-    summary = summarize(with_critics(flops, members=12), Trace())
-    text = " ".join(str(report_of(summary)).split())
+    text = " ".join(str(report_of(summarize(with_critics(flops, members=12), Trace()))).split())
     said = "12 independent segments run the same code (critics.0, critics.1, critics.2, critics.3 and 8 more)"
     assert (said in text) == is_said

@@ -12,8 +12,6 @@ from apollo_compile.reports.values import Stage, State
 from tests.reports.reports import VERDICT, report_of
 from tests.reports.test_summary import NOTHING, RUN, compilation
 
-EMPTY = report_of()
-
 
 def verdict_of(winner: str, **ratios: float) -> Verdict:
     """Return a verdict of steps that take 2 ms, with the ratios of the other variants by name of the member."""
@@ -52,18 +50,17 @@ def test_all_numbers_of_a_settled_model_are_known() -> None:
 
 def test_what_is_not_known_yet_has_no_entry() -> None:
     """A plan without a measured run; nothing at all; a report of old, without states."""
-    states = (State(graph="0/0", stage=Stage.MEASURING),)
-    found = report_of(summarize(compilation(), NOTHING), states=states).metrics()
+    found = report_of(summarize(compilation(), NOTHING), states=(State(graph="0/0", stage=Stage.MEASURING),)).metrics()
     assert found["apollo/settled"] == 0
     assert not {"apollo/step_ms", "apollo/gain_over_serial", "apollo/overlap"} & found.keys()
     counts = {"graphs_on_lanes", "graphs_in_turn", "graphs_in_inductor", "fallbacks"}
-    assert EMPTY.metrics() == {f"apollo/{name}": 0.0 for name in counts}
+    assert report_of().metrics() == {f"apollo/{name}": 0.0 for name in counts}
 
 
 def test_gains_are_of_all_graphs_or_there_is_none() -> None:
     """Two models of 2 + 2 ms, whose segments in turn take 3 + 5 ms; only one of them was compared with Inductor."""
     verdicts = (verdict_of(Variant.PLAN, SERIAL=1.5), verdict_of(Variant.PLAN, SERIAL=2.5, INDUCTOR=1.1))
-    found = replace(EMPTY, verdicts=tuple(("0/0", verdict) for verdict in verdicts)).metrics()
+    found = report_of(verdicts=tuple(("0/0", verdict) for verdict in verdicts)).metrics()
     assert found["apollo/step_ms"] == 4
     assert found["apollo/gain_over_serial"] == pytest.approx(2)
     assert "apollo/gain_over_inductor" not in found
@@ -73,7 +70,7 @@ def test_a_graph_on_one_lane_has_no_overlap() -> None:
     """Whether its plan is serial, or it runs a plan of lanes in turn, or in Inductor."""
     serial, lanes = summarize(compilation("****"), NOTHING), summarize(compilation(), RUN)
     graphs = (serial, *(replace(lanes, variant=variant) for variant in (Variant.SERIAL, Variant.INDUCTOR)))
-    found = replace(EMPTY, graphs=graphs, verdicts=(("0/0", VERDICT),)).metrics()
+    found = report_of(*graphs, verdicts=(("0/0", VERDICT),)).metrics()
     assert (found["apollo/graphs_on_lanes"], found["apollo/graphs_in_turn"]) == (0, 2)
     assert (found["apollo/graphs_in_inductor"], found["apollo/overlap"]) == (1, 0)
     assert found["apollo/gain_over_inductor"] == 1

@@ -55,16 +55,12 @@ def test_predictions_are_near_what_was_measured() -> None:
 
 
 def test_the_line_says_whether_apollo_would_help() -> None:
-    """Times and ratio agree; for a step that is shorter than those that were measured, nothing is told."""
+    """Times and ratio agree; nothing is told of steps shorter than those that were measured, and of GPUs."""
     helps = planned_state("0/0", predict(70_000_000, 55_000_000))
     assert str(helps) == "would help: about 1.36x over torch.compile (75.00 ms -> 55.00 ms); 1.2 to 1.8"
     assert planned_state("0/0", predict(10_000_000_000, 10_000_000_000)).stage is Stage.WOULD_HARDLY_HELP
     assert predict(9_900_000, 9_000_000) is None
 
-
-def test_nothing_is_predicted_for_a_gpu() -> None:
-    """There are no measurements to fit."""
     (graph,) = small().graphs
-    on_gpu = replace(graph, device=replace(graph.device, kind="cuda"))
-    assert outlook_of([on_gpu]) is None
+    assert outlook_of([replace(graph, device=replace(graph.device, kind="cuda"))]) is None
     assert planned_state("0/0", None).stage is Stage.PLANNED

@@ -68,8 +68,7 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
     report = replace(workload_report(workload), verdicts=(("0/0", VERDICT),))
     text, page = str(report), Numbers(report.to_html())
     *blocks, verdict = re.split(r"\n\n(?=\S+_(?:forward|backward): |0/0: )", text)
-    trace = json.loads(report.to_trace())["traceEvents"]
-    events = [event for event in trace if event["ph"] == "X"]
+    events = [event for event in json.loads(report.to_trace())["traceEvents"] if event["ph"] == "X"]
     graphs = json.loads(report.to_json())["report"]["graphs"]
     assert len(blocks) == len(page.graphs) == len(graphs) == 2
     for block, tiles, rows, graph, summary in zip(blocks, page.graphs, page.rows, graphs, report.graphs, strict=True):
@@ -95,9 +94,7 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
             keys = ("lane", "units", "asked_units", "predicted_ns", "measured_ns", "waited_ns", "memory_bytes")
             shown = [str(segment[key]) for key in keys[:3]] + [format_ns(segment[key]) for key in keys[3:6]]
             shown.append(format_bytes(segment["memory_bytes"]))
-            assert rows["data-s", str(segment["id"])] == [
-                (segment[key], label) for key, label in zip(keys, shown, strict=True)
-            ]
+            assert rows["data-s", str(segment["id"])] == list(zip(map(segment.get, keys), shown, strict=True))
             (words,) = [words for words in table if words[0] == titles[segment["id"]]]
             assert words[1] == shown[0] and words[2] == f"{shown[1]} of {shown[2]}"
             assert words[3].rstrip(" *~") == shown[3] and words[4] == shown[4]
@@ -109,9 +106,7 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
             shown.append(format_bytes(lane["peak_bytes"]))
             values = (*numbers, lane["predicted_ns"], lane["measured_ns"], lane["peak_bytes"])
             assert rows["data-lane", str(lane["id"])] == list(zip(values, shown, strict=True))
-            found = [
-                re.split(r"\s{2,}", line)[1:] for line in block.splitlines() if line.startswith(f"lane {lane['id']}  ")
-            ]
+            found = [words[1:] for words in table if words[0] == f"lane {lane['id']}"]
             assert found == ([shown[1:]] if len(used) > 1 else [])
         for module in graph["modules"]:
             keys = ("serial_ns", "predicted_ns", "measured_ns")

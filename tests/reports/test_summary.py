@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile import ir
-from apollo_compile.ir.check import check_partition
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Timeline
 from apollo_compile.store.profiles import default_profile
@@ -23,7 +22,7 @@ NAMES = ("embed", "image.layers.0", "text.layers.0", "head")
 
 
 def compilation(letters: str = "*AB*", *, handover_ns: int = 0) -> Compilation:
-    """Return a diamond of four segments on a device with two units; the layers share a body."""
+    """Return a diamond of four segments on a device with two units, of five nodes; the layers share a body."""
     made = graph(*READS, names=NAMES, bodies=(0, 1, 1, 2), sizes=(100, 1024, 2048, 4096, 10))
     lanes = lane_catalogue(2)
     table = costs(made, lanes, [90, 50], [400, 300], [200, 150], [100, 60], handover_ns=handover_ns)
@@ -31,34 +30,10 @@ def compilation(letters: str = "*AB*", *, handover_ns: int = 0) -> Compilation:
     modes[1] = (replace(modes[1][0], source=ir.CostSource.MEASURED), modes[1][1])
     table = replace(table, modes=tuple(modes))
     planned = replace(plan(made, letters, lanes=lanes, costs=table), lower_bound_ns=123)
-    capture, partition = nodes_of(made)
-    check_partition(partition, capture)
-    return compilation_of(capture, partition, default_profile(2), table, planned)
-
-
-def nodes_of(made: ir.SegmentGraph) -> tuple[ir.Capture, ir.Partition]:
-    """Return one node per buffer, and the partition that has the graph."""
-    reads = [() if b.producer is None else made.segments[b.producer].inputs for b in made.buffers]
-    nodes = tuple(
-        ir.Node(
-            id=ir.NodeId(buffer.id),
-            name=buffer.name,
-            kind=ir.NodeKind.INPUT if buffer.producer is None else ir.NodeKind.COMPUTE,
-            target="op",
-            inputs=tuple(map(ir.NodeId, read)),
-            num_bytes=buffer.num_bytes,
-        )
-        for buffer, read in zip(made.buffers, reads, strict=True)
-    )
-    bodies: dict[int, ir.Body] = {}
-    for segment in made.segments:
-        own, inputs = (ir.NodeId(segment.outputs[0]),), tuple(map(ir.NodeId, segment.inputs))
-        body = ir.Body(id=ir.BodyId(segment.body), name=segment.name, nodes=own, inputs=inputs, outputs=own)
-        bodies.setdefault(segment.body, body)
-    outputs = tuple(None if buffer is None else ir.NodeId(buffer) for buffer in made.outputs)
-    capture = ir.Capture(name=made.name, role=made.role, nodes=nodes, outputs=outputs)
-    by_segment = tuple((ir.NodeId(segment.outputs[0]),) for segment in made.segments)
-    return capture, ir.Partition(graph=made, bodies=tuple(bodies.values()), nodes_by_segment=by_segment)
+    kind = ir.NodeKind.COMPUTE
+    nodes = (ir.Node(id=ir.NodeId(n), name=f"n{n}", kind=kind, target="op", inputs=(), num_bytes=4) for n in range(5))
+    found = compilation_of(made, default_profile(2), table, planned)
+    return replace(found, capture=replace(found.capture, nodes=tuple(nodes)))
 
 
 def trace(*spans: tuple[int, int, int, int], duration_ns: int) -> ir.Trace:
@@ -121,9 +96,8 @@ def test_overlap_is_what_counting_instants_gives(seed: int) -> None:
 
 def test_a_run_of_every_unit_all_the_time_is_fully_busy() -> None:
     """And half of the units for all of the time is half."""
-    made = compilation("****")
     spans = [(segment, 0, 100 * segment, 100 * segment + 100) for segment in range(4)]
-    assert summarize(made, trace(*spans, duration_ns=400)).latest.busy == pytest.approx(1.0)
+    assert summarize(compilation("****"), trace(*spans, duration_ns=400)).latest.busy == pytest.approx(1.0)
     half = trace(*[(s, 1, start, end) for s, _, start, end in spans], duration_ns=400)
     summary = summarize(compilation("AAAA"), half)
     assert summary.latest.busy == pytest.approx(0.5)
@@ -135,10 +109,8 @@ def test_a_run_of_every_unit_all_the_time_is_fully_busy() -> None:
 
 def test_the_text_has_every_number() -> None:
     """Of the graph, of the run, and of the segments; a star marks predictions from measurements."""
-    made = compilation()
-    summary = summarize(made, RUN)
-    text = str(report_of(summary))
-    lines = text.splitlines()
+    summary = summarize(compilation(), RUN)
+    lines = str(report_of(summary)).splitlines()
     assert lines[:6] == [
         "test: 4 segments (3 bodies) on 3 lanes, greedy plan",
         "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns (gap 314.6%)",
@@ -167,10 +139,9 @@ def test_lanes_show_their_memory_against_their_quota() -> None:
     on_sms = summarize(replace(made, profile=replace(made.profile, kind="cuda")), RUN, **memory)
     assert [(lane.taken_bytes, lane.quota_bytes) for lane in on_sms.lanes] == [(None, 8192), (3072, 8192), (5120, 8192)]
     rows = {graph: str(report_of(graph)).splitlines() for graph in (on_cores, on_sms)}
-    peak = format_bytes(made.memory.peak_bytes_by_lane[1]).split()
     titles = "units    segments    predicted busy    measured    planned peak"
     assert [" ".join(row.split()) for row in rows[on_cores] if "planned peak" in row][1:] == [" ".join(titles.split())]
-    lane_1 = ["lane", "1", "1", "1", "400", "ns", "400", "ns", *peak]
+    lane_1 = ["lane", "1", "1", "1", "400", "ns", "400", "ns", *format_bytes(made.memory.peak_bytes_by_lane[1]).split()]
     assert lane_1 in [row.split() for row in rows[on_cores]]
     assert [*lane_1, "3.0", "KiB", "8.0", "KiB"] in [row.split() for row in rows[on_sms]]
     report = report_of(on_sms)
@@ -220,8 +191,8 @@ def test_a_graph_without_segments_has_a_text() -> None:
     times = {"predicted_ns": 0, "serial_ns": 0, "bound_ns": 0, "gap": 0.0, "critical_path_ns": 0, "peak_bytes": 0}
     origin = {"name": "empty", "origin": ir.Origin.SERIAL, "candidates": (), "waits": (), "timelines": (line,)}
     empty = replace(summarize(compilation(), NOTHING), **nothing, **times, **origin)  # type: ignore[arg-type]
-    text = str(report_of(empty))
-    assert text.startswith("empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns")
+    begin = "empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns"
+    assert str(report_of(empty)).startswith(begin)
 
 
 def test_a_report_says_where_a_plan_comes_from() -> None:
@@ -239,8 +210,7 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
 
 def test_a_report_shows_the_comparison_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
-    summary = summarize(compilation(), NOTHING, variant=ir.Variant.INDUCTOR)
-    text = str(report_of(summary, verdicts=(("0/0", VERDICT),)))
+    text = str(report_of(summarize(compilation(), NOTHING, variant=ir.Variant.INDUCTOR), verdicts=(("0/0", VERDICT),)))
     assert "now runs Inductor instead of its plan" in text
     assert "0/0: chosen by measuring" in text
     rows = [line.split() for line in text.splitlines()]
@@ -258,7 +228,6 @@ def test_a_report_marks_where_a_prediction_comes_from() -> None:
         replace(segment, name=source, predicted_ns=1000, source=source)
         for segment, source in zip(summary.segments, sources, strict=False)
     )
-    text = str(report_of(replace(summary, segments=segments)))
-    rows = [line.split() for line in text.splitlines()]
+    rows = map(str.split, str(report_of(replace(summary, segments=segments))).splitlines())
     marks = {row[0]: row[7:-1] for row in rows if row and row[0] in sources}
     assert marks == {ir.CostSource.FORMULA: [], ir.CostSource.MEASURED: ["*"], ir.CostSource.SCALED: ["~"]}
