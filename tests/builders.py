@@ -31,6 +31,16 @@ from apollo_compile.target.lanes import lane_catalogue, lanes_for_two
 LETTERS = "*ABCDEFGHIJ"
 
 
+class Clock:
+    """A clock in seconds, which goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def graph(
     *reads: Sequence[int],
     after: Mapping[int, Sequence[int]] | None = None,
@@ -199,8 +209,7 @@ def random_plan(rng: random.Random, graph: ir.SegmentGraph, lanes: tuple[ir.Lane
     while left:
         order.append(rng.choice([s for s in left if not set(graph.predecessors(ir.SegmentId(s))) & set(left)]))
         left.remove(order[-1])
-    letters = "".join(rng.choice(LETTERS[: len(lanes)]) for _ in order)
-    return plan(graph, letters, lanes=lanes, costs=costs, order=order)
+    return plan(graph, "".join(rng.choice(LETTERS[: len(lanes)]) for _ in order), lanes=lanes, costs=costs, order=order)
 
 
 def random_planned(seed: int) -> tuple[ir.SegmentGraph, ir.Plan]:

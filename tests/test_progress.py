@@ -14,16 +14,7 @@ import pytest
 
 from apollo_compile.progress import PATIENCE_S, Progress
 from apollo_compile.session import registry
-
-
-class Clock:
-    """Says what it was set to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.builders import Clock
 
 
 @pytest.fixture

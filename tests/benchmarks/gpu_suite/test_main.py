@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,17 @@ from benchmarks.gpu_suite.variants import VARIANTS
 
 QUICK = {"plan.autotune": False, "plan.planner": "greedy", "runtime.bodies": "eager"}
 
-
-def quick(name: str, backend: str | None, options: Mapping[str, Any] | None = None) -> MeasuredVariant:
-    """Return the suite's variant of that name with code that is not compiled."""
-    return MeasuredVariant(name=name, backend=backend, options=options or {}, stepper=VARIANTS[name].stepper)
-
-
-STAND_INS = {
-    each.name: each
-    for each in (
-        quick("inductor", "eager"),
-        quick("reduce-overhead", "eager"),
-        quick("apollo", "apollo", QUICK),
-        quick("apollo-step", "apollo", QUICK),
-        quick("captured by hand", None),
-        quick("traced whole", "eager"),
-        quick("eager", None),
-    )
+BACKENDS = {
+    **{"inductor": "eager", "reduce-overhead": "eager", "apollo": "apollo", "apollo-step": "apollo"},
+    **{"captured by hand": None, "traced whole": "eager", "eager": None},
 }
+STAND_INS = {
+    name: MeasuredVariant(
+        name=name, backend=backend, options=QUICK if backend == "apollo" else {}, stepper=VARIANTS[name].stepper
+    )
+    for name, backend in BACKENDS.items()
+}
+"""The suite's variants with code that is not compiled."""
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 
@@ -23,11 +24,6 @@ FINE = {
 }
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    """Return what a command line says."""
-    return command._parse(list(arguments), VARIANTS)
-
-
 def suite_of(args: argparse.Namespace, folder: Path, cores: int) -> Suite:
     """Return a suite of processes that do nothing."""
     process = DeviceProcess("cpu", folder, f"{steppers.__name__}:Looker")
@@ -36,21 +32,18 @@ def suite_of(args: argparse.Namespace, folder: Path, cores: int) -> Suite:
 
 def test_the_default_ends_within_ten_minutes_in_the_documented_order() -> None:
     """Each stage at the time that the README names."""
-    args = parse()
-    stages = suite_of(args, Path(), 2).stages()
-    shares = [stage.share for stage in stages]
+    args = command._parse([], VARIANTS)
+    shares = [stage.share for stage in suite_of(args, Path(), 2).stages()]
     assert sum(shares) == BUDGET_S == args.budget < 600
     readme = (command.RESULTS.parent / "README.md").read_text()
-    end = 0.0
-    for share in shares:
-        end += share
-        assert f"| {int(end) // 60}:{int(end) % 60:02d} |" in readme
+    for end in map(int, itertools.accumulate(shares)):
+        assert f"| {end // 60}:{end % 60:02d} |" in readme
 
 
 @pytest.mark.parametrize("spare_cores", (0, -1))
 def test_checks_that_time_nothing_are_made_while_variants_compile(tmp_path: Path, spare_cores: int) -> None:
     """If there are cores for both; the others are made before or after, when nothing else uses the GPU."""
-    args = parse("--workloads", "clip_b32:2,chain:2", "--rounds", "1", "--no-ledger")
+    args = command._parse(["--workloads", "clip_b32:2,chain:2", "--rounds", "1", "--no-ledger"], VARIANTS)
     suite = suite_of(args, tmp_path, len(FINE) + OTHER_CORES + spare_cores)
     report, made = Report(is_dry=False), dict[str, list[str]]()
 
@@ -62,9 +55,8 @@ def test_checks_that_time_nothing_are_made_while_variants_compile(tmp_path: Path
         run_stages(suite.stages(), report, budget_s=400.0, clock=time.monotonic, write=write, tell=lambda line: None)
     assert [stage.state for stage in report.stages] == 5 * ["done"]
     assert all(check.state == "ok" for check in report.checks)
-    everything = [*QUICK_CHECKS, *UNTIMED_CHECKS, *TIMED_CHECKS, "doctor"]
     if spare_cores < 0:
-        assert made["checks"] == everything
+        assert made["checks"] == [*QUICK_CHECKS, *UNTIMED_CHECKS, *TIMED_CHECKS, "doctor"]
     else:
         assert made["checks"] == list(QUICK_CHECKS)
         assert made["clip_b32, batch 2, bf16"] == list(UNTIMED_CHECKS)

@@ -130,11 +130,8 @@ def test_speed_ups_are_over_the_fastest_of_the_rivals_that_ran() -> None:
 
 def test_losses_are_compared_with_eagers_or_else_with_inductors() -> None:
     """Over the largest loss, since later ones may be almost zero."""
-    results = results_of(
-        result("eager", 9, losses=(4.0, 1e-9)),
-        result("inductor", 9, losses=(5.0, 0)),
-        result("apollo", 9, losses=(4.0, 0.1)),
-    )
+    losses = {"eager": (4.0, 1e-9), "inductor": (5.0, 0.0), "apollo": (4.0, 0.1)}
+    results = {name: result(name, 9, losses=each) for name, each in losses.items()}
     assert loss_difference(results, "apollo") == pytest.approx(0.1 / 4)
     del results["eager"]
     assert loss_difference(results, "apollo") == pytest.approx(1.0 / 5)
