@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -11,18 +12,8 @@ from pathlib import Path
 import pytest
 
 from apollo_compile.cluster.values import Cluster, Nodes
-from benchmarks.arena import (
-    CELLS,
-    FCFS,
-    TraceJob,
-    fit_s,
-    iteration_s,
-    main,
-    predict_s,
-    read_database,
-    read_trace,
-    replay,
-)
+from benchmarks import arena
+from benchmarks.arena import CELLS, FCFS, TraceJob, fit_s, iteration_s, predict_s, read_database, read_trace, replay
 
 HEADER = "job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,gpu_type"
 TIMES = {
@@ -37,19 +28,11 @@ def job(name: str, place: int, steps: int, kind: str, devices: int) -> TraceJob:
     return TraceJob(name=name, round=place, steps=steps, model="bert__760M", batch=128, gang=(kind, devices))
 
 
-class Harmful:
-    """What runs a command when it is unpickled."""
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        """Name the command."""
-        return os.system, ("false",)
-
-
 def test_a_database_of_plain_values_is_read_and_a_pickle_that_could_run_code_is_refused(tmp_path: Path) -> None:
     """Before it is loaded."""
     (tmp_path / "d.pkl").write_bytes(pickle.dumps({"optimal": TIMES}))
     assert read_database(tmp_path / "d.pkl") == TIMES
-    (tmp_path / "d.pkl").write_bytes(pickle.dumps({"optimal": Harmful()}))
+    (tmp_path / "d.pkl").write_bytes(pickle.dumps({"optimal": functools.partial(os.system, "false")}))
     with pytest.raises(ValueError, match=r"REDUCE.*expected plain values only"):
         read_database(tmp_path / "d.pkl")
 
@@ -82,8 +65,7 @@ def test_jobs_wait_only_for_those_of_the_same_kind() -> None:
     """Two want V100s, a third an A100 that is free."""
     busy = Cluster(nodes=(Nodes(kind="a100", count=1, devices=4), Nodes(kind="v100", count=1, devices=1)))
     trace = [job("a", 0, 100, "v100", 1), job("b", 0, 25, "v100", 1), job("c", 0, 50, "a100", 1)]
-    found = replay(TIMES, trace, busy, 10, FCFS)
-    assert found.completion_s == pytest.approx((4 * 300 + 5 * 300 + 1 * 300) / 3)
+    assert replay(TIMES, trace, busy, 10, FCFS).completion_s == pytest.approx((4 * 300 + 5 * 300 + 1 * 300) / 3)
 
 
 def test_apollo_chooses_the_kind_itself() -> None:
@@ -108,7 +90,7 @@ def test_the_script_prints_a_row_per_trace_and_policy(tmp_path: Path, capsys: py
     for name in ("philly", "venus", "pai"):
         text = f"{HEADER}\nj,100,500,bert__760M,0,128,1,a100\n"
         (tmp_path / "traces" / f"simulate_trace_{name}.csv").write_text(text)
-    assert main([str(tmp_path), "--rounds", "3", "--estimates"]) == 0
+    assert arena.main([str(tmp_path), "--rounds", "3", "--estimates"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [tuple(line.split()[:2]) for line in lines[4:10]]
     assert rows == list(itertools.product(("philly", "helios", "pai"), ("fcfs", "apollo")))

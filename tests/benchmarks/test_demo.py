@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,20 +12,12 @@ from benchmarks.demo import main
 VARIANTS = ["eager", "inductor", "apollo-serial", "apollo"]
 
 
-@pytest.fixture
-def _as_in_a_process() -> Iterator[None]:
-    """Dynamo knows of no other shapes; later tests do not see its log."""
-    torch._dynamo.reset()
-    logger = logging.getLogger("apollo_compile")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
 @pytest.mark.soak
-@pytest.mark.usefixtures("_as_in_a_process")
-def test_the_demo_trains_reports_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_trains_and_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 0 says that the loss fell and that gradients of the variants are eager's."""
+    logger = logging.getLogger("apollo_compile")
+    monkeypatch.setattr(logger, "level", logger.level)  # the demo sets it, and later tests do not see its log
+    torch._dynamo.reset()
     arguments = ["--size", "tiny", "--steps", "3", "--rounds", "1", "--warm-cache"]
     code = main([*arguments, "--variants", ",".join(VARIANTS)])
     printed, errors = capsys.readouterr()

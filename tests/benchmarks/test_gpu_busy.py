@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.harness.gpu_busy import (
-    KernelRecord,
-    StepKernels,
-    busy_share,
-    kernel_classes,
-    read_step,
-    side_by_side_share,
-)
+from benchmarks.harness import gpu_busy
+from benchmarks.harness.gpu_busy import KernelRecord, StepKernels, kernel_classes, read_step
 
 
 def kernel(begin: int, end: int, blocks: int, context: int = 1, stream: int = 7) -> KernelRecord:
@@ -36,8 +30,8 @@ def test_busy_sms_are_those_of_blocks_within_the_quota(
     kernels: list[KernelRecord], busy: float, together: float
 ) -> None:
     """Of a device with 100 SMs, of which context 2 has 20; idle time counts, and no SM twice."""
-    assert busy_share(kernels, num_sms=100, sms={2: 20}) == pytest.approx(busy)
-    assert side_by_side_share(kernels) == pytest.approx(together)
+    assert gpu_busy.busy_share(kernels, num_sms=100, sms={2: 20}) == pytest.approx(busy)
+    assert gpu_busy.side_by_side_share(kernels) == pytest.approx(together)
 
 
 def test_a_profile_tells_kernels_from_markers_and_all_else() -> None:

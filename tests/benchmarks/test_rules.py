@@ -9,10 +9,8 @@ from apollo_compile.planner.problem import ExecutionMode, Problem, Task, TaskSch
 from apollo_compile.planner.simulate import serial_schedule
 from benchmarks.rules import BASELINES
 from tests.builders import random_problem, realistic_problems
+from tests.planner.test_two_chains import LANES
 
-HALVES = (1, 2)
-QUARTERS = (3, 4)
-"""Three quarters and one quarter."""
 UNITS = (4, 2, 2, 3, 1)
 """Of the lanes of `device`."""
 
@@ -22,15 +20,11 @@ Row = tuple[Mapping[int, int], Sequence[int]]
 
 def device(*rows: Row, handover: int = 0) -> Problem:
     """Return tasks on four units that can be cut 2 + 2 and 3 + 1."""
-    tasks = tuple(
-        Task(
-            modes=tuple(ExecutionMode(lane=lane, duration=duration) for lane, duration in durations.items()),
-            predecessors=tuple(predecessors),
-        )
-        for durations, predecessors in rows
-    )
-    lanes = (frozenset({0, 1, 2}), frozenset({0}), frozenset({1, 2}), frozenset({0, 1}), frozenset({2}))
-    return Problem(tasks=tasks, lanes=lanes, atom_sizes=(2, 1, 1), handover=handover)
+    tasks = []
+    for durations, predecessors in rows:
+        modes = (ExecutionMode(lane=lane, duration=duration) for lane, duration in durations.items())
+        tasks.append(Task(modes=tuple(modes), predecessors=tuple(predecessors)))
+    return Problem(tasks=tuple(tasks), lanes=LANES, atom_sizes=(2, 1, 1), handover=handover)
 
 
 def scaled(work: int, overhead: int = 0) -> dict[int, int]:
@@ -98,7 +92,7 @@ def alike(work: int, *predecessors: Sequence[int]) -> list[Row]:
                 (scaled(work, 10), before)
                 for work, before in ((120, ()), (300, (0,)), (100, (0,)), (120, (1, 2)), (200, (3,)), (200, (3,)))
             ],
-            [0, *QUARTERS, 0, *HALVES],
+            [0, 3, 4, 0, 1, 2],
         ),
         # the whole device for the rest of a longer chain
         (WAVES, [(scaled(40, 10), (task - 1,) if task % 6 else ()) for task in range(8)], [1, 1, 0, 0, 0, 0, 2, 2]),
@@ -145,5 +139,4 @@ def test_heft_leaves_room_for_hand_overs_around_a_gap(handover: int, start: int)
 def test_heft_places_by_rank_and_not_in_the_given_order() -> None:
     """The long chain behind task 1 makes it go first on the lane that both want."""
     want = {0: 1000, 1: 10}
-    problem = device((want, ()), (want, ()), ({0: 1000, 1: 20}, (1,)))
-    assert BASELINES["HEFT"](problem).starts == (30, 0, 10)
+    assert BASELINES["HEFT"](device((want, ()), (want, ()), ({0: 1000, 1: 20}, (1,)))).starts == (30, 0, 10)

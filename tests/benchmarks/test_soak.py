@@ -40,27 +40,20 @@ def test_a_round_without_lanes_is_a_problem() -> None:
 
 def test_what_raises_or_is_wrong_is_a_problem_and_the_others_go_on() -> None:
     """Each is named, and the round still counts."""
+    outcomes = {"wrong": Outcome(problem="differs"), "right": Outcome(num_on_lanes=2)}
 
-    class Raising(Episode):
+    class Invented(Episode):
         def run(self, lanes: Mapping[str, Any] | None) -> Outcome:
-            raise LookupError("no")
+            return outcomes[self.model]  # or a KeyError
 
-    class Wrong(Episode):
-        def run(self, lanes: Mapping[str, Any] | None) -> Outcome:
-            return Outcome(problem="differs")
-
-    class Right(Episode):
-        def run(self, lanes: Mapping[str, Any] | None) -> Outcome:
-            return Outcome(num_on_lanes=2)
-
-    kinds: dict[str, Any] = {"model": "layer norm", "mode": "train", "shapes": "one shape", "on_lanes": True}
+    names = ("raising", *outcomes)
+    episodes = [Invented(model=name, mode="train", shapes="one shape", on_lanes=True) for name in names]
     told: list[str] = []
     ticks = map(float, itertools.count())  # a look at the clock takes a second: four of them are a round
-    episodes = [Raising(**kinds), Wrong(**kinds), Right(**kinds)]
     rounds, problems = soak(episodes, 18, {}, told.append, lambda: next(ticks))
     assert [each.num_on_lanes for each in rounds] == [2, 2, 2, 2]
     assert len(problems) == 9
-    assert all("LookupError" in problem for problem in problems[::2])
+    assert all("KeyError" in problem for problem in problems[::2])
     assert problems[1::2] == ["differs"] * 4
     rounds, _ = soak(episodes, 0, {}, told.append)
     assert len(rounds) == WARM_ROUNDS + 1, "there is nothing to compare"

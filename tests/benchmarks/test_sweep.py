@@ -53,26 +53,21 @@ def test_an_error_of_eager_in_one_step_is_allowed_in_later_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "other"),
+    ("eager", "alike", "other"),
     [
-        (torch.tensor([True, False]), torch.tensor([True, True])),
-        (torch.tensor(3), torch.tensor(4)),
-        (torch.tensor([1 + 2j]), torch.tensor([1 + 3j])),
-        (torch.tensor([7], dtype=torch.uint64), torch.tensor([8], dtype=torch.uint64)),
+        (torch.tensor([True, False]), torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.tensor(3), torch.tensor(3), torch.tensor(4)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]), torch.tensor([1 + 3j])),
+        tuple(torch.tensor([value], dtype=torch.uint64) for value in (7, 7, 8)),
+        (None, torch.zeros(2), torch.ones(2)),
     ],
+    ids=["masks", "counters", "spectra", "hashes", "None"],
 )
-def test_buffers_of_every_type_are_compared(value: torch.Tensor, other: torch.Tensor) -> None:
-    """Masks, counters, spectra, hashes."""
-    assert find_difference({"it": value}, {"it": value}, None, 1e-5) is None
-    assert find_difference({"it": other}, {"it": value}, None, 1e-5) is not None
-
-
-def test_a_gradient_of_zeros_is_as_good_as_none() -> None:
-    """AOTAutograd gives zeros to inputs of unused outputs."""
-    eager = {**EAGER, "gradient of v in step 0": None}
-    zeros, ones = ({**eager, "gradient of v in step 0": value} for value in (torch.zeros(2), torch.ones(2)))
-    assert find_difference(zeros, eager, eager, 1e-5) is None
-    assert find_difference(ones, eager, eager, 1e-5) is not None
+def test_values_of_all_types_are_compared(eager: torch.Tensor | None, alike: torch.Tensor, other: torch.Tensor) -> None:
+    """Zeros are as good as None: AOTAutograd gives them to inputs of unused outputs."""
+    name = "gradient of v in step 0"
+    assert find_difference({name: alike}, {name: eager}, None, 1e-5) is None
+    assert find_difference({name: other}, {name: eager}, None, 1e-5) is not None
 
 
 def _off(**sizes: float) -> dict[str, torch.Tensor]:
@@ -168,8 +163,7 @@ def test_reasons_that_differ_in_details_count_as_one() -> None:
     ran = {"section": "Values", "subject": "aliases", "outcome": "passed", "commit": "abc", "segments": 2, "lanes": 0}
     lines = [*map(robustness.line_of_test, tests), robustness.line_of_test(ran)]
     assert [line.outcome for line in lines] == ["fell back"] * 3 + ["passed"]
-    reasons = robustness.format_reasons(lines).splitlines()[2:]
-    assert reasons == [
+    assert robustness.format_reasons(lines).splitlines()[2:] == [
         "| Faults | fell back | cannot read the plan of a graph from plan.json | 2 | `cut`, `overwritten` |",
         "| Faults | fell back | nothing to gain | 1 | `undisturbed` |",
     ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,7 +12,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.workloads import build  # noqa: E402
 from benchmarks.workloads.act import Act  # noqa: E402
-from benchmarks.workloads.gpu import NAMES, POLICIES, SHAPES, Multimodal, build_gpu_workload  # noqa: E402
+from benchmarks.workloads.gpu import NAMES, SHAPES, Multimodal, build_gpu_workload  # noqa: E402
 from benchmarks.workloads.policies import DiffusionPolicy, Vla  # noqa: E402
 from benchmarks.workloads.specs import SPECS  # noqa: E402
 
@@ -38,8 +41,7 @@ def test_equal_arguments_give_equal_workloads(name: str) -> None:
 
 def test_the_batch_size_can_be_overridden() -> None:
     """Every tensor has the batch size asked for."""
-    workload = build("llava", "tiny", batch=3)
-    assert {value.shape[0] for value in workload.inputs.values()} == {3}
+    assert {value.shape[0] for value in build("llava", "tiny", batch=3).inputs.values()} == {3}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,27 +57,22 @@ def test_models_of_gpu_size_train(name: str) -> None:
     assert losses[0] == losses[1] and losses[0] > 0
 
 
-def test_policies_have_the_sizes_of_the_originals() -> None:
-    """Parameters in millions, of which the vision tower is frozen."""
-    with torch.device("meta"):
-        sizes = {name: SPECS[name]["sizes"]["base"]["config"] for name in POLICIES}
-        models = {
-            "act": Act(**sizes["act"]),
-            "diffusion_policy": DiffusionPolicy(**sizes["diffusion_policy"]),
-            "vla": Vla(**sizes["vla"]),
-        }
-    millions = {name: sum(p.numel() for p in model.parameters()) / 1e6 for name, model in models.items()}
-    assert millions["act"] == pytest.approx(52, abs=1)
-    assert millions["diffusion_policy"] == pytest.approx(278, abs=5)
-    assert sum(p.numel() for p in models["vla"].vision.parameters()) / 1e6 == pytest.approx(86, abs=1)
+def _policy(make: Callable[..., Any], name: str) -> Any:
+    return make(**SPECS[name]["sizes"]["base"]["config"])
 
 
-def test_full_workloads_have_the_numbers_of_the_published_models() -> None:
-    """Parameters in millions; embeddings are not among them."""
+@pytest.mark.parametrize(
+    ("make", "millions", "off"),
+    [
+        pytest.param(lambda: _policy(Act, "act"), 52, 1, id="act"),
+        pytest.param(lambda: _policy(DiffusionPolicy, "diffusion_policy"), 278, 5, id="diffusion_policy"),
+        pytest.param(lambda: _policy(Vla, "vla").vision, 86, 1, id="vla"),
+        pytest.param(lambda: Multimodal(SHAPES["clip_b32"]), 124, 3, id="clip_b32"),
+        pytest.param(lambda: Multimodal(SHAPES["clip_l14"]), 389, 6, id="clip_l14"),
+        pytest.param(lambda: Multimodal(SHAPES["imagebind"]), 278, 6, id="imagebind"),
+    ],
+)
+def test_workloads_have_the_sizes_of_the_published_models(make: Callable[[], Any], millions: int, off: int) -> None:
+    """Parameters, without embeddings; of the third policy the vision tower, which is frozen."""
     with torch.device("meta"):
-        millions = {
-            name: sum(p.numel() for p in Multimodal(shape).parameters()) / 1e6 for name, shape in SHAPES.items()
-        }
-    assert millions["clip_b32"] == pytest.approx(124, abs=3)
-    assert millions["clip_l14"] == pytest.approx(389, abs=6)
-    assert millions["imagebind"] == pytest.approx(278, abs=6)
+        assert sum(p.numel() for p in make().parameters()) / 1e6 == pytest.approx(millions, abs=off)
