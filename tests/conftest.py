@@ -47,7 +47,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 EXPECTED = Path(__file__).parent / "expected"
 
-
 _cache_numbers = itertools.count()
 
 
@@ -185,8 +184,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def name_of_line(item: pytest.Item) -> str:
     """Return under which name the results have a marked test."""
     marker = item.get_closest_marker("robustness")
-    is_case = marker is not None and "says" in marker.kwargs
-    return item.nodeid if is_case else item.nodeid.partition("[")[0]
+    return item.nodeid if marker is not None and "says" in marker.kwargs else item.nodeid.partition("[")[0]
 
 
 def _add_run(line: dict[str, Any], run: Mapping[str, Any]) -> None:

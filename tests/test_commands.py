@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,15 +26,14 @@ LONG = (
 """Those that take half a minute each, because they compile or calibrate: `make soak` runs them."""
 
 
-def _parameters() -> list[Any]:
-    return [
-        pytest.param(command, id=command.split()[0], marks=[pytest.mark.soak] if command in LONG else [])
-        for command in COMMANDS + LONG
-    ]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("command", _parameters())
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, id=each.split()[0], marks=[pytest.mark.soak] if each in LONG else [])
+        for each in COMMANDS + LONG
+    ],
+)
 def test_a_command_writes_what_it_is_asked_for(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

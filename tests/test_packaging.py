@@ -65,9 +65,7 @@ def test_the_extra_of_examples_has_what_they_import() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     there = {"torch", "apollo_compile", *project["optional-dependencies"]["examples"]}
     for path in (ROOT / "examples").glob("*.py"):
-        nodes = [
-            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
-        ]
+        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
         names = {getattr(node, "module", None) or node.names[0].name for node in nodes}
         others = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
         own = {path.stem for path in (ROOT / "examples").glob("*.py")} | {"examples"}
@@ -91,8 +89,7 @@ def test_pyright_accepts_the_program_too(tmp_path: Path) -> None:
     """In its strict mode, in a folder of a user."""
     pytest.importorskip("pyright", reason="pyright is not installed")
     shutil.copy(ROOT / "tests" / "public_names.py", tmp_path)
-    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "strict"}
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)], "typeCheckingMode": "strict"}))
     command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
