@@ -17,5 +17,4 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         name = item.name.partition("[")[0]
         if HERE in item.path.parents and item.path.name != "test_table.py" and name not in NO_FAULTS:
-            subject = name.removeprefix("test_").replace("_", " ")
-            item.add_marker(pytest.mark.robustness("Faults", subject))
+            item.add_marker(pytest.mark.robustness("Faults", name.removeprefix("test_").replace("_", " ")))

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from apollo_compile import __version__
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import ApolloError, ConfigError, InvariantError, PlanFileError, RankError, ReportFileError
-from apollo_compile.ir import KernelKind, Observations, Standing, Verdict
+from apollo_compile.ir import KernelKind
 from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.observe import StageRunner
@@ -33,14 +33,15 @@ from apollo_compile.store.files import FileState
 from apollo_compile.store.history import History
 from apollo_compile.store.plan_file import check_fits, load_plan, read_plans, save_plan
 from apollo_compile.store.profiles import default_profile, format_profile, inspect_profile, load_profile
-from apollo_compile.target.compilation import Compilation, Finding
+from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.fingerprint import Fingerprint
 from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.tools.cli import main
 from tests.builders import chains, random_costs, random_graph, random_plan
 from tests.faults.mutations import damaged_bytes, damaged_json
-from tests.reports.reports import a_break, compile_graph, invent_run
+from tests.reports.reports import STATE, VERDICT, a_break, compile_graph, invent_run
+from tests.store.test_history import a_finding
 
 FUZZ = settings(max_examples=settings.default.max_examples * 3 // 2)
 
@@ -49,41 +50,19 @@ _graph = random_graph(_rng, 5)
 _lanes = lane_catalogue(4)
 _costs = random_costs(_rng, _graph, _lanes)
 
-
-@functools.cache
-def _plan_content() -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "plan.json"
-        save_plan(random_plan(_rng, _graph, _lanes, _costs), _graph, file)
-        return json.loads(file.read_text())
-
-
-@functools.cache
-def _profile_content() -> Any:
-    return json.loads(format_profile(default_profile(4), fingerprint=_FINGERPRINT))
-
-
 _FINGERPRINT = Fingerprint(device="a", driver=None, torch="2", cores=4, units=4)
 
 
 @functools.cache
 def _report() -> Report:
     compilation = _compilation()
-    standings = (
-        Standing(name="plan", step_ns=5.0, ratio=1.0, num_rounds=5),
-        Standing(name="Inductor", step_ns=6.0, ratio=1.2, num_rounds=5),
-    )
     return Report(
         graphs=(summarize(compilation, invent_run(compilation)),),
         fallbacks=(("1/0", "why"),),
-        verdicts=(("0/0", Verdict(standings=standings, num_steps=30)),),
+        verdicts=(("0/0", VERDICT),),
         breaks=(a_break(),),
+        states=(STATE,),
     )
-
-
-@functools.cache
-def _report_content() -> Any:
-    return json.loads(_report().to_json())
 
 
 def use_plan(path: Path) -> None:
@@ -134,23 +113,6 @@ def use_report(path: Path) -> None:
             report.why(segment.name)
 
 
-@functools.cache
-def _finding() -> Finding:
-    return Finding(
-        observations=Observations(),
-        plan=random_plan(random.Random(1), _graph, _lanes, _costs),
-        variant="plan",
-        verdict=_report().verdicts[0][1],
-    )
-
-
-@functools.cache
-def _finding_content() -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        History(Path(folder)).keep("finding", _finding())
-        return json.loads((Path(folder) / "finding.json").read_text())
-
-
 def use_finding(path: Path) -> None:
     """Recall the finding of a file, and take its plan if it is one for the graph."""
     finding = History(path.parent).recall(path.stem)
@@ -176,24 +138,29 @@ def use_generation(path: Path) -> None:
     assert history.generation("mine") != number and history.generation("another") == 0
 
 
-Loader = tuple[Callable[[Path], None], Callable[[], Any]]
+USES = {"plan": use_plan, "profile": use_profile, "report": use_report, "finding": use_finding}
+"""Uses of all files that tell their format."""
+
+each_use = pytest.mark.parametrize(("kind", "use"), [*USES.items(), ("generation", use_generation)])
 
 
-def loaders() -> dict[str, Loader]:
-    """Return every use of a file that tells its format, with a valid content."""
-    return {
-        "plan": (use_plan, _plan_content),
-        "profile": (use_profile, _profile_content),
-        "report": (use_report, _report_content),
-        "finding": (use_finding, _finding_content),
-    }
-
-
-def _of_each(kinds: Mapping[str, Loader]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("use", "content"), list(kinds.values()), ids=list(kinds))
-
-
-each_loader = _of_each({**loaders(), "generation": (use_generation, lambda: {"format": 1, "generation": 7})})
+@functools.cache
+def content_of(kind: str) -> Any:
+    """Return a valid content of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{kind}.json"
+        match kind:
+            case "plan":
+                save_plan(random_plan(_rng, _graph, _lanes, _costs), _graph, file)
+            case "profile":
+                file.write_text(format_profile(default_profile(4), fingerprint=_FINGERPRINT))
+            case "report":
+                file.write_text(_report().to_json())
+            case "finding":
+                History(file.parent).keep(file.stem, a_finding())
+            case _:
+                return {"format": 1, "generation": 7}
+        return json.loads(file.read_text())
 
 
 def fuzz(use: Callable[[Path], None], raw: st.SearchStrategy[bytes], config: settings) -> None:
@@ -210,21 +177,21 @@ def fuzz(use: Callable[[Path], None], raw: st.SearchStrategy[bytes], config: set
         check()
 
 
-@each_loader
-def test_damaged_values_load_or_are_refused(use: Callable[[Path], None], content: Callable[[], Any]) -> None:
+@each_use
+def test_damaged_values_load_or_are_refused(kind: str, use: Callable[[Path], None]) -> None:
     """Values of other types, out of range, missing, doubled, in another order."""
-    fuzz(use, damaged_json(content()).map(str.encode), FUZZ)
+    fuzz(use, damaged_json(content_of(kind)).map(str.encode), FUZZ)
 
 
-@each_loader
-def test_damaged_bytes_load_or_are_refused(use: Callable[[Path], None], content: Callable[[], Any]) -> None:
+@each_use
+def test_damaged_bytes_load_or_are_refused(kind: str, use: Callable[[Path], None]) -> None:
     """Cut off, with other bytes, or something else."""
     few = settings(max_examples=settings.default.max_examples // 2)
-    fuzz(use, damaged_bytes(json.dumps(content()).encode()), few)
+    fuzz(use, damaged_bytes(json.dumps(content_of(kind)).encode()), few)
 
 
-@each_loader
-def test_what_is_no_file_is_refused(use: Callable[[Path], None], content: Callable[[], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("use", [*USES.values(), use_generation])
+def test_what_is_no_file_is_refused(use: Callable[[Path], None], tmp_path: Path) -> None:
     """Nothing, a folder, a pipe that nobody writes to, a device without end, a file of a terabyte."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -234,38 +201,35 @@ def test_what_is_no_file_is_refused(use: Callable[[Path], None], content: Callab
         use(path)
 
 
-@pytest.mark.parametrize("kind", loaders())
+LOADS: dict[str, Callable[[Path], object]] = {
+    "plan": lambda file: load_plan(file, _graph, _lanes),
+    "profile": load_profile,
+    "report": Report.load,
+    "finding": lambda file: History(file.parent).recall(file.stem),
+}
+"""What reads a file of each kind as a user would."""
+
+
+@pytest.mark.parametrize("kind", LOADS)
 @pytest.mark.parametrize("number", [0, 99, "1", None, 10**30])
 def test_another_format_is_refused(kind: str, number: object, tmp_path: Path) -> None:
     """A file of an older or a later release; of a finding nobody is told, it is made again."""
     file = tmp_path / "file.json"
-    loads = {
-        "plan": lambda: load_plan(file, _graph, _lanes),
-        "profile": lambda: load_profile(file),
-        "report": lambda: Report.load(file),
-    }
-    _, content = loaders()[kind]
-    file.write_text(json.dumps({**content(), "format": number}))
+    file.write_text(json.dumps({**content_of(kind), "format": number}))
     if kind == "finding":
-        assert History(tmp_path).recall("file") is None
+        assert LOADS[kind](file) is None
     else:
         with pytest.raises(ApolloError, match="format"):
-            loads[kind]()
+            LOADS[kind](file)
 
 
 def test_the_files_of_this_test_are_valid(tmp_path: Path) -> None:
     """Else the fuzzer would see nothing but refusals."""
     file = tmp_path / "file.json"
-    loads = (
-        lambda: load_plan(file, _graph, _lanes),
-        lambda: load_profile(file),
-        lambda: Report.load(file),
-        lambda: History(tmp_path).recall("file") or pytest.fail("nothing was recalled"),
-    )
-    for (use, content), load in zip(loaders().values(), loads, strict=True):
-        file.write_text(json.dumps(content()))
-        load()
-        use(file)
+    for kind, load in LOADS.items():
+        file.write_text(json.dumps(content_of(kind)))
+        assert load(file) is not None
+        USES[kind](file)
 
 
 class _Store:

@@ -27,12 +27,12 @@ from apollo_compile.session import model as session_model
 from apollo_compile.store.files import LOCK
 from apollo_compile.store.profiles import cached_profile_path, default_profile, save_profile
 from tests.builders import in_threads
-from tests.end_to_end.models import STRICT, Training, assert_same_training, train
+from tests.end_to_end.models import STRICT, Training, assert_same_training, assert_trains_as_in_eager, train
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.native.runner import count_threads
 
 _armed: dict[str, type[BaseException] | signal.Signals] = {}
 """What to raise, or which signal to send to the process, by place."""
-
 
 _threads: set[int] = set()
 """Where the operator has run."""
@@ -70,20 +70,12 @@ def _trip_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None
 trip.register_autograd(_trip_backward, setup_context=_remember_place)
 
 
-class _Branches(nn.Module):
-    """Two branches that are worth a lane each, and a head; each can fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
-        self.right = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
-        self.head = nn.Linear(256, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left = right = x
-        for one, other in zip(self.left, self.right, strict=True):
-            left, right = one(left).relu(), other(right).relu()
-        return self.head(trip((trip(left, "left") @ trip(right, "right").T).softmax(-1) @ x, "head"))
+def _join_branches(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run two branches that are worth a lane each, and a head; each can fail."""
+    left = right = x
+    for one, other in zip(own.left, own.right, strict=True):
+        left, right = one(left).relu(), other(right).relu()
+    return own.head(trip((trip(left, "left") @ trip(right, "right").T).softmax(-1) @ x, "head"))
 
 
 PLACES = tuple(f"{branch}{role}" for role in ("", " backward") for branch in ("left", "right", "head"))
@@ -106,16 +98,16 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, previous)
 
 
-def _model_and_input() -> tuple[_Branches, torch.Tensor]:
+def _model_and_input() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return _Branches(), torch.randn(256, 256)
+    left, right = (nn.ModuleList(nn.Linear(256, 256) for _ in range(2)) for _ in range(2))
+    return Wrapped(_join_branches, left=left, right=right, head=nn.Linear(256, 4)), torch.randn(256, 256)
 
 
 def _check_training(options: dict[str, Any]) -> None:
     """Expect three steps to be those of eager."""
     model, x = _model_and_input()
-    results = [train(model, lambda run: run(x).square().mean(), steps=3, **each) for each in ({}, _apollo(options))]
-    assert_same_training(*results)
+    assert_trains_as_in_eager(model, lambda run: run(x).square().mean(), steps=3, **_apollo(options))
 
 
 def _step_of_lanes() -> Callable[[], list[torch.Tensor]]:
@@ -251,8 +243,7 @@ def test_a_model_trains_without_the_planners_process(
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
         _check_training({**STRICT, "runtime.bodies": "eager"})
     assert "the planner's process failed" in caplog.text
-    graphs = registry.compiled_models()[-1].graphs
-    assert [graph.compilation.plan.solver for graph in graphs] == [None, None]
+    assert [graph.compilation.plan.solver for graph in registry.compiled_models()[-1].graphs] == [None, None]
 
 
 def test_a_quota_of_the_control_group_means_fewer_units_and_one_line(
@@ -385,8 +376,7 @@ def test_threads_may_train_one_compiled_model_at_once(is_compiled: bool) -> None
             start.wait(60)
             for _ in range(20):
                 for gradient, wanted in zip(step(run, inputs[number]), expected[number], strict=True):
-                    atol = 1e-4 * float(wanted.abs().max())
-                    torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=atol)
+                    torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
         except BaseException as error:
             failures.append(error)
 

@@ -71,8 +71,7 @@ def test_an_error_in_a_micro_batch_leaves_weights_and_optimizer_alone_and_the_ne
     clipped.
     """
     options = {**EAGER, "debug.strict": True}
-    by = partial(optimizer, lr=0.01)
-    twins = Twins(_Chain, chain_loss, by, count=COUNT, clip_grad_norm=clip, options=options)
+    twins = Twins(_Chain, chain_loss, partial(optimizer, lr=0.01), count=COUNT, clip_grad_norm=clip, options=options)
     batches = map(_batch, itertools.count())
 
     def state() -> list[Any]:
