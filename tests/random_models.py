@@ -144,9 +144,8 @@ def _normalize(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Te
 
 
 def _batch_normalize(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    if left.dim() < 2 or left.numel() <= left.shape[1]:
-        return None
-    return nn.functional.batch_norm(_real(left), None, None, training=True)
+    fits = left.dim() >= 2 and left.numel() > left.shape[1]
+    return nn.functional.batch_norm(_real(left), None, None, training=True) if fits else None
 
 
 def _join(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
@@ -162,16 +161,11 @@ def _stack(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor
 
 
 def _part(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    if not left.dim():
-        return None
-    along = number % left.dim()
-    return left.chunk(2, along)[-1]
+    return left.chunk(2, number % left.dim())[-1] if left.dim() else None
 
 
 def _flat(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    if left.numel() % WIDTH:
-        return None
-    return left.reshape(-1, WIDTH)
+    return None if left.numel() % WIDTH else left.reshape(-1, WIDTH)
 
 
 def _stretch(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
@@ -188,8 +182,7 @@ def _rows(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor 
 def _scatter(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
     if left.dim() != 2 or right.dim() != 2 or _last(left) != _last(right):
         return None
-    index = torch.arange(right.shape[0]) * (number + 1) % left.shape[0]
-    return _real(left).index_add(0, index, _real(right))
+    return _real(left).index_add(0, torch.arange(right.shape[0]) * (number + 1) % left.shape[0], _real(right))
 
 
 def _write(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
@@ -220,9 +213,7 @@ def _largest(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tens
 
 
 def _cross_entropy(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    if left.dim() != 2:
-        return None
-    return nn.functional.cross_entropy(_real(left), torch.arange(left.shape[0]) % _last(left))
+    return nn.functional.cross_entropy(_real(left), torch.arange(len(left)) % _last(left)) if left.dim() == 2 else None
 
 
 _viewing: list[Operator] = []
@@ -235,50 +226,24 @@ def _may_view(operator: Operator) -> Operator:
 
 
 _OPERATORS: tuple[Operator, ...] = (
-    _product,
-    _product,
-    _product,
-    _batched_product,
-    _may_view(_attend),
-    _normalize,
-    _batch_normalize,
-    _binary(torch.add),
-    _binary(torch.mul),
-    _binary(torch.sub),
-    _binary(torch.maximum),
+    *(_product, _product, _product, _batched_product, _may_view(_attend), _normalize, _batch_normalize),
+    *map(_binary, (torch.add, torch.mul, torch.sub, torch.maximum)),
     _binary(lambda a, b: torch.where(a > b, a, 0.5 * b)),
-    _unary(torch.relu),
-    _unary(nn.functional.gelu),
-    _unary(torch.tanh),
-    _unary(torch.sigmoid),
-    _unary(torch.clone),
+    *map(_unary, (torch.relu, nn.functional.gelu, torch.tanh, torch.sigmoid, torch.clone)),
     _unary(lambda value: value.detach() * 0.5),
     _unary(lambda value: value.to(torch.float32).to(torch.float64)),
-    _along(torch.softmax),
-    _along(torch.logsumexp),
+    *map(_along, (torch.softmax, torch.logsumexp)),
     _along(lambda value, dim: value.sum(dim, keepdim=True)),
-    _along(lambda value, dim: value.mean(dim)),
-    _along(lambda value, dim: value.amax(dim)),
+    *map(_along, (torch.Tensor.mean, torch.Tensor.amax)),
     _along(lambda value, dim: torch.tanh(torch.cumsum(value, dim))),
-    _along(lambda value, dim: value.flip(dim)),
+    _along(torch.Tensor.flip),
     _along(lambda value, dim: value.roll(1, dim)),
     _may_view(_along(lambda value, dim: value.transpose(0, dim))),
     _may_view(_along(lambda value, dim: value.unsqueeze(dim))),
     _may_view(_along(lambda value, dim: value.select(dim, 0))),
     _may_view(_along(lambda value, dim: value.narrow(dim, 0, (value.shape[dim] + 1) // 2))),
-    _join,
-    _stack,
-    _may_view(_part),
-    _may_view(_flat),
-    _may_view(_stretch),
-    _rows,
-    _scatter,
-    _write,
-    _write,
-    _write_masked,
-    _convolve,
-    _largest,
-    _cross_entropy,
+    *(_join, _stack, _may_view(_part), _may_view(_flat), _may_view(_stretch), _rows, _scatter),
+    *(_write, _write, _write_masked, _convolve, _largest, _cross_entropy),
 )
 
 _VIEWS = tuple(number for number, operator in enumerate(_OPERATORS) if operator in _viewing)
