@@ -92,8 +92,9 @@ def slurm_scripts(plan: ClusterPlan) -> dict[str, str]:
     jobs = {job.name: job for job in plan.jobs}
     scripts = {}
     for place, each in enumerate(plan.placements):
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", each.job):
-            raise ClusterError(f"job {each.job!r} cannot name a script: expected letters, digits, '_', '.' and '-'")
+        if not re.fullmatch(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*", each.job) or f"{each.job}.sh" == SUBMIT:
+            expected = f"letters, digits, '_', '.' and '-', no '-' first, and another name than {SUBMIT}'s"
+            raise ClusterError(f"job {each.job!r} cannot name a script: expected {expected}; rename the job")
         nodes = plan.cluster.of_kind(each.gang.kind)
         assert nodes is not None, "check_plan looked"
         scripts[f"{each.job}.sh"] = _script(jobs[each.job], each, nodes, place)

@@ -50,7 +50,7 @@ def test_jobs_are_submitted_in_the_order_of_the_plan_and_all_scripts_parse() -> 
     ("job", "message"),
     [
         (replace(NARROW, command=()), "job narrow has no command: expected the arguments of torchrun"),
-        (replace(NARROW, name="a/b"), "job 'a/b' cannot name a script"),
+        *((replace(NARROW, name=name), f"job '{name}' cannot name a script") for name in ("a/b", "submit", "-x")),
         (
             replace(WIDE, gangs=(Gang(kind="h100", devices=5, step_s=1.0),)),
             r"job wide has \[1, 4\] devices on its nodes",
