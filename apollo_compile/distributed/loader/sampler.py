@@ -123,6 +123,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which changes the order if `shuffle` is set; it must be equal on every rank."""
+        self._resumes = self._resumes and epoch == self.epoch  # another epoch begins at its beginning
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
