@@ -8,7 +8,7 @@
 A module has a table: its seconds at powers of two of each size that its work depends on. Between entries the cost is a
 polynomial of degree two in each size, through the three nearest entries. That is exact for matmuls (linear in the
 number of tokens) and attention (quadratic), apart from rates of the device, which change slowly with sizes. Beyond the
-table the last polynomial is used.
+table the last polynomial is used, or the line through the last two entries where it would fall below that.
 
 A module that has no work at a size of 0, such as an image encoder for a sample without images, costs nothing there.
 
@@ -100,7 +100,7 @@ class ModuleCosts:
             SampleError: a sample lacks a size, or a size is negative or not a finite number.
             LookupError: there is no module of a name.
         """
-        wanted = tuple(encoders)
+        wanted = (encoders,) if isinstance(encoders, str) else tuple(encoders)
         self._check_names(wanted)
         seconds = self.seconds(sizes)
         phases = np.zeros((len(seconds), 2))
@@ -203,13 +203,13 @@ def to_nanoseconds(costs: ArrayLike, names: Sequence[Any] | None = None) -> NDAr
         seconds = seconds[:, None]
     if seconds.ndim != 2 or not seconds.shape[1]:
         raise ValueError(f"costs have the shape {seconds.shape}: expected (samples, phases), or (samples,)")
-    bad = ~(np.isfinite(seconds) & (seconds >= 0))
+    bad = ~((seconds >= 0) & (seconds <= 1e6))  # sums of nanoseconds have 64 bits
     if bad.any():
         sample, phase = np.argwhere(bad)[0]
         shown = sample if names is None else repr(names[sample])
         raise SampleError(
-            f"sample {shown} costs {seconds[sample, phase]} seconds in phase {phase}: expected a finite number of at "
-            "least 0"
+            f"sample {shown} costs {seconds[sample, phase]} seconds in phase {phase}: expected a number from 0 "
+            "to a million"
         )
     return np.rint(seconds * NS_PER_S).astype(np.int64)
 
@@ -260,7 +260,7 @@ def _to_number(value: Any) -> float:
 def _read_table(table: ModuleTable, columns: Mapping[str, Numbers]) -> Numbers:
     """Return the predicted seconds of samples."""
     num_samples = len(next(iter(columns.values()))) if columns else 0
-    found = np.zeros(num_samples)
+    found = np.zeros((2, num_samples))
     values = np.array(table.seconds)
     # (index in the flat table, weight) of every node that is used, one size after the other
     terms: list[tuple[Any, Any]] = [(0, 1.0)]
@@ -276,16 +276,18 @@ def _read_table(table: ModuleTable, columns: Mapping[str, Numbers]) -> Numbers:
     runs = np.ones(num_samples, dtype=bool)
     for name in table.needs:
         runs &= columns[name] > 0
-    return np.where(runs, np.maximum(found, 0.0), 0.0)
+    return np.where(runs, np.maximum(found.max(axis=0), 0.0), 0.0)
 
 
 def _lagrange(x: Numbers, nodes: Numbers) -> tuple[NDArray[np.intp], list[Numbers]]:
-    """Return the first of the three nodes around each `x`, and the weights of a polynomial through them."""
+    """Return the first of the three nodes around each `x`, and the weights of a polynomial through them.
+
+    In a second row it is the line through the last two nodes where `x` is beyond them.
+    """
     # `x` lies between the second and the third, or between the first and the second if there is none before
     first = np.clip(np.searchsorted(nodes, x, side="right") - 2, 0, len(nodes) - 3)
     a, b, c = nodes[first], nodes[first + 1], nodes[first + 2]
-    return first, [
-        (x - b) * (x - c) / ((a - b) * (a - c)),
-        (x - a) * (x - c) / ((b - a) * (b - c)),
-        (x - a) * (x - b) / ((c - a) * (c - b)),
-    ]
+    curve = (x - b) * (x - c) / ((a - b) * (a - c)), (x - a) * (x - c) / ((b - a) * (b - c))
+    weights = [*curve, (x - a) * (x - b) / ((c - a) * (c - b))]
+    line = [0.0 * x, (c - x) / (c - b), (x - b) / (c - b)]
+    return first, [np.stack([own, np.where(x > c, other, own)]) for own, other in zip(weights, line, strict=True)]

@@ -60,6 +60,24 @@ def test_polynomials_of_degree_two_are_exact_everywhere(costs: ModuleCosts) -> N
         np.testing.assert_allclose(row, expected, rtol=1e-9)
 
 
+def test_a_sample_beyond_the_table_costs_more_than_one_at_its_end() -> None:
+    """Also where costs per token fell within the table, so that the polynomial through its end turns down."""
+    sizes = (16.0, 64.0, 256.0)
+    seconds = {
+        "alone": [size**0.5 for size in sizes],
+        "both": [(one * other) ** 0.5 for one in sizes for other in sizes],
+    }
+    names = {"alone": ("tokens",), "both": ("tokens", "patches")}
+    tables = [
+        ModuleTable(name=name, sizes=own, nodes=(sizes,) * len(own), seconds=tuple(seconds[name]))
+        for name, own in names.items()
+    ]
+    costs = ModuleCosts(sizes=("tokens", "patches"), modules=tuple(tables))
+    found = costs.seconds({"tokens": [256, 300, 1000, 10**5, 10**5], "patches": [256, 256, 200, 100, 10**5]})
+    assert (found[1:] > found[0] * (200 / 256) ** 0.5).all()
+    assert (np.diff(found[:, 0])[:-1] > 0).all()
+
+
 def test_samples_may_come_as_columns_or_as_rows(costs: ModuleCosts) -> None:
     """With the same result."""
     columns = costs.seconds({"tokens": np.array([20, 30]), "patches": np.array([0, 40])})
@@ -134,7 +152,7 @@ def test_a_report_corrects_by_what_it_measured() -> None:
     np.testing.assert_allclose(factors[:3], expected)
 
 
-@pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
+@pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf, 1e10])
 def test_a_bad_cost_names_its_sample(bad: float) -> None:
     """And the phase."""
     with pytest.raises(SampleError, match=r"sample 2 costs .* seconds in phase 1"):
