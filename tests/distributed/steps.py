@@ -189,6 +189,34 @@ def run_other_shapes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Resul
     return {"losses": losses, "expected losses": expected, "sent": sent, **both_states(model, other), **outcome(step)}
 
 
+def run_frozen(rank: int, *, is_sharded: bool) -> Result:
+    """Freeze a layer, train it again, and freeze another one: with a mesh, and by hand, or under FSDP2."""
+    torch.manual_seed(0)
+    plain = Towers()
+    model, other = copy.deepcopy(plain), plain
+    if is_sharded:
+        model, other = wrap_fsdp(model), wrap_fsdp(other)
+    optimizer, of_other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    step = compile_step(model, features_loss, optimizer, mesh=None if is_sharded else init_device_mesh("cpu", (SIZE,)))
+    generator = torch.Generator().manual_seed(rank)
+    losses, expected = [], []
+    for frozen in ("left.0", "left.0", "", "", "right.0", "right.0", "left.0"):
+        for each in (model, other):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(not frozen or frozen not in name)
+        batch = features(rank, generator)
+        losses.append(float(step(batch)))
+        loss = features_loss(other, batch)
+        loss.backward()
+        for parameter in () if is_sharded else other.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad.div_(SIZE))
+        of_other.step()
+        of_other.zero_grad()
+        expected.append(float(loss))
+    return {"losses": losses, "expected losses": expected, **both_states(model, other), **outcome(step)}
+
+
 def run_no_sync(rank: int) -> Result:
     """Without an optimizer: gradients of a step inside of `no_sync` stay local, and the next step averages the sum."""
     torch.manual_seed(0)
@@ -444,3 +472,5 @@ SCENARIOS: dict[int, dict[str, Scenario]] = {
     }
 }
 """By the number of ranks that run them; what leaves a process group behind that is of no use is last."""
+        "frozen": partial(run_frozen, is_sharded=False),
+        "fsdp frozen": partial(run_frozen, is_sharded=True),

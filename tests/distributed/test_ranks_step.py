@@ -121,6 +121,15 @@ def test_a_rank_in_a_loop_meets_the_program_of_another(seen: Seen, name: str) ->
     assert results[0]["sent"] == results[1]["sent"]
 
 
+@pytest.mark.parametrize("name", ["frozen", "fsdp frozen"])
+def test_layers_that_are_frozen_and_trained_again_have_buckets_of_their_own(seen: Seen, name: str) -> None:
+    """Their gradients are averaged from then on, and each set of parameters has a program."""
+    results = seen(name)
+    assert_trained_alike(results)
+    for result in results:
+        assert len(result["verdicts"]) == 3 and result["reasons"] == []
+
+
 def test_gradients_of_several_steps_add_up_without_communication(seen: Seen) -> None:
     """Inside of `no_sync`, as a backward under the wrapper does."""
     for result in seen("no sync"):

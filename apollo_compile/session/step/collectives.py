@@ -103,14 +103,17 @@ class DataParallel:
         """Model that the loss function is called with."""
         self.ranks = find_ranks()
         self._group = replicas.group
-        self._parameters = [each for each in replicas.parameters if each.requires_grad]
-        self._averages: Averages | None = None
+        self._settled: dict[tuple[torch.Tensor, ...], Averages] = {}
+        """By the parameters that are trained: ranks freeze some before the same step, which Dynamo makes a loop."""
+
+    @property
+    def _parameters(self) -> tuple[torch.Tensor, ...]:
+        return tuple(each for each in self._replicas.parameters if each.requires_grad)
 
     @property
     def averages(self) -> Averages:
-        """Buckets and how to average them, which the first step has settled."""
-        assert self._averages is not None
-        return self._averages
+        """Buckets and how to average them, which the first step that trains these parameters has settled."""
+        return self._settled[self._parameters]
 
     @property
     def is_syncing(self) -> bool:
@@ -145,13 +148,12 @@ class DataParallel:
         if missing:
             raise TargetError(
                 f"cannot average gradients over ranks: {', '.join(missing[:3])} got none in this step; expected one "
-                "for every parameter; freeze the others, or use DistributedDataParallel with "
-                "find_unused_parameters=True"
+                "for every parameter; freeze others, or use DistributedDataParallel with find_unused_parameters=True"
             )
-        if self._averages is None:
-            buckets = [[self._parameters[index] for index in bucket] for bucket in self._settle_buckets(propose)]
-            self._averages = self._make_averages(buckets, self._measure_link())
-        for bucket in self._averages.buckets:
+        if (own := self._parameters) not in self._settled:
+            buckets = [[own[index] for index in bucket] for bucket in self._settle_buckets(propose)]
+            self._settled[own] = self._make_averages(buckets, self._measure_link())
+        for bucket in self._settled[own].buckets:
             gradients = [each.grad for each in bucket if each.grad is not None]
             self._leave(bucket, self._average(bucket, gradients))
 
@@ -242,12 +244,12 @@ class ShardedDataParallel(DataParallel):
 
     def begin_loop(self) -> None:
         """Gather all parameters; in the first step, when nothing is settled, in one bucket for each dtype."""
-        if self._averages is None:
+        if self._parameters not in self._settled:
             everything = self._sharded.parameters
             dtypes = fill_buckets(range(len(everything)), everything, sys.maxsize)
             buckets: Iterable[Sequence[torch.Tensor]] = [[everything[index] for index in bucket] for bucket in dtypes]
         else:
-            buckets = self._averages.gathers.values()
+            buckets = self.averages.gathers.values()
         for bucket in buckets:
             self._sharded.fill(bucket)
 
@@ -264,11 +266,10 @@ class ShardedDataParallel(DataParallel):
         return self._sharded.optimizer_in_parts(optimizer)
 
     def _make_averages(self, buckets: Sequence[Sequence[torch.Tensor]], link: Link) -> Averages:
-        frozen = [each for each in self._sharded.parameters if not each.requires_grad]
+        frozen: list[torch.Tensor] = [each for each in self._sharded.parameters if not each.requires_grad]
         frozen_buckets = fill_buckets(range(len(frozen)), frozen, sys.maxsize)
-        gathers: dict[str, Sequence[torch.Tensor]] = {}
-        gathers |= {f"frozen{number}": [frozen[i] for i in bucket] for number, bucket in enumerate(frozen_buckets)}
-        gathers |= {f"bucket{number}": buckets[number] for number in reversed(range(len(buckets)))}
+        gathers = {f"frozen{number}": [frozen[i] for i in bucket] for number, bucket in enumerate(frozen_buckets)}
+        gathers |= {f"bucket{number}": list(buckets[number]) for number in reversed(range(len(buckets)))}
         return Averages(
             buckets=buckets,
             average=self._average,
