@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from apollo_compile.errors import TargetError
+
 _BROADCAST_BYTES = 250 * 2**20
 BUCKET_BYTES = 25 * 2**20
 """Defaults of DistributedDataParallel."""
@@ -115,10 +117,8 @@ def reason_for_reducer(model: DistributedDataParallel) -> str | None:
         "delayed parameters": model._delay_all_reduce_all_params,
         "the Python reducer": model._use_python_reducer,
     }
-    found = next((name for name, is_used in reasons.items() if is_used), None)
-    if found is not None:
-        return f"DistributedDataParallel has {found}"
-    return reason_against(model.module)
+    found = next((f"DistributedDataParallel has {name}" for name, is_used in reasons.items() if is_used), None)
+    return found or reason_against(model.module)
 
 
 def reason_against(model: nn.Module) -> str | None:
@@ -126,6 +126,8 @@ def reason_against(model: nn.Module) -> str | None:
     from torch.distributed.tensor import DTensor  # not in every build of torch, and slow to import
 
     parameters = list(model.parameters())
+    if not parameters:  # torch ends the process when it compares none among ranks
+        return "the model has no parameters"
     if any(getattr(module, "sparse", False) for module in model.modules()):
         return "the model has sparse gradients"
     if any(isinstance(parameter, DTensor) for parameter in parameters):
@@ -144,5 +146,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def _broadcast_buffers(model: DistributedDataParallel) -> None:
     """Copy the buffers of rank 0 to all ranks, unless `broadcast_buffers` is off or there are none."""
+    if model._join_config.enable:  # the others answer the collectives of the reducer
+        raise TargetError("ranks without batches cannot join() a compiled step: give all ranks equally many batches")
     if model.broadcast_buffers and model.modules_buffers:
         model._sync_buffers()  # type: ignore[no-untyped-call]

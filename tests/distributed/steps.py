@@ -238,10 +238,11 @@ def run_no_sync(rank: int) -> Result:
 
 
 def run_wrong_meshes(rank: int) -> Result:
-    """A mesh of two dimensions, and one for a model that has ranks already."""
+    """A mesh of two dimensions, one for a model that has ranks already, and one for a model without parameters."""
     found: Result = {}
     line, square = init_device_mesh("cpu", (SIZE,)), init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("data", "rest"))
-    for name, model, mesh in (("square", Towers(), square), ("wrapped", wrap_ddp(Towers()), line)):
+    models = {"square": (Towers(), square), "wrapped": (wrap_ddp(Towers()), line), "empty": (nn.Identity(), line)}
+    for name, (model, mesh) in models.items():
         try:
             compile_step(model, features_loss, None, mesh=mesh)
         except TargetError as error:
@@ -345,6 +346,18 @@ def run_explained(rank: int) -> Result:
     (tuner,) = step.tuners
     names = [each.name for each in tuner.program.variants.compilation.partition.graph.segments]
     return {**found, "linked": names, "before": before, "after": after}
+
+
+def run_joined(rank: int) -> Result:
+    """A step inside of the context in which ranks without batches answer the collectives of DDP's reducer."""
+    model = wrap_ddp(Towers())
+    step = compile_step(model, features_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        with model.join():
+            step(features(rank, torch.Generator().manual_seed(rank)))
+    except TargetError as error:
+        return {"error": str(error)}
+    return {}
 
 
 def run_unused(rank: int) -> Result:
@@ -459,6 +472,8 @@ SCENARIOS: dict[int, dict[str, Scenario]] = {
         },
         "mesh": partial(compare, name="chain", count=2, norm=NORM, wrap=wrap_ddp, mesh=True),
         "wrong meshes": run_wrong_meshes,
+        "frozen": partial(run_frozen, is_sharded=False),
+        "fsdp frozen": partial(run_frozen, is_sharded=True),
         "fsdp uneven": partial(compare, name="uneven", count=2, norm=NORM, wrap=wrap_fsdp),
         "other shapes": partial(run_other_shapes, wrap=wrap_ddp),
         "fsdp other shapes": partial(run_other_shapes, wrap=wrap_fsdp),
@@ -466,11 +481,10 @@ SCENARIOS: dict[int, dict[str, Scenario]] = {
         "fsdp refused": run_refused,
         "explained": run_explained,
         "no sync": run_no_sync,
+        "joined": run_joined,
         "unused": run_unused,
         "failure": partial(run_failure, is_sharded=False),
         "fsdp failure": partial(run_failure, is_sharded=True),
     }
 }
 """By the number of ranks that run them; what leaves a process group behind that is of no use is last."""
-        "frozen": partial(run_frozen, is_sharded=False),
-        "fsdp frozen": partial(run_frozen, is_sharded=True),

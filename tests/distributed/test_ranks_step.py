@@ -167,6 +167,12 @@ def test_parameters_without_gradients_are_named(seen: Seen) -> None:
         assert result["verdicts"] == [f"{Variant.LOOP}: DistributedDataParallel has find_unused_parameters"]
 
 
+def test_a_step_that_other_ranks_would_join_is_an_error(seen: Seen) -> None:
+    """Before anything is sent: their collectives are those of DDP's reducer, which a step leaves out."""
+    for result in seen("joined"):
+        assert "cannot join() a compiled step" in result["error"]
+
+
 def test_a_step_under_other_policies_of_fsdp_is_a_loop_with_a_reason(seen: Seen) -> None:
     """One line for each."""
     for result in seen("fsdp refused"):
@@ -187,7 +193,8 @@ def test_steps_of_a_wrapped_model_are_explained_without_communication(seen: Seen
 
 
 def test_a_mesh_that_cannot_average_is_an_error(seen: Seen) -> None:
-    """Of several dimensions, or beside a wrapper."""
+    """Of several dimensions, beside a wrapper, or without a parameter."""
     for result in seen("wrong meshes"):
         assert "mesh has 2 dimensions; expected one" in result["square"] and "mesh['data']" in result["square"]
         assert "cannot average gradients of a DistributedDataParallel over a mesh" in result["wrapped"]
+        assert result["empty"].endswith("the model has no parameters")
