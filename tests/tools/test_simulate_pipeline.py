@@ -55,6 +55,10 @@ def test_facts_are_json(case: Path, apollo: Apollo) -> None:
     ("change", "message"),
     [
         ({"num_ranks": 3}, "times.forward_ns has 4 durations, but there are 3 stages"),
+        (
+            {"times": {**CASE["times"], "forward_ns": [1, 1, -1, 1]}},
+            "expected one of at least 0 per stage, got (1, 1, -1",
+        ),
         ({"stages_per_rank": 2}, "1f1b has one stage per rank, got 2; use 'interleaved 1f1b'"),
         ({"schedule": "2f2b"}, "schedule is '2f2b'; expected one of"),
         ({"colour": 1}, "unknown fields ['colour']"),

@@ -34,10 +34,10 @@ def make_schedule(
     else:
         schedule = (gpipe if name == "gpipe" else one_forward_one_backward)(num_ranks, num_microbatches)
     for field, durations in (("forward_ns", times.forward_ns), ("backward_ns", times.backward_ns)):
-        if len(durations) != schedule.num_stages:
+        if len(durations) != schedule.num_stages or min(durations) < 0:
             raise PipelinePlanError(
                 f"times.{field} has {len(durations)} durations, but there are {schedule.num_stages} stages "
-                f"({num_ranks} ranks of {stages_per_rank}); give one per stage"
+                f"({num_ranks} ranks of {stages_per_rank}): expected one of at least 0 per stage, got {durations}"
             )
     return schedule
 

@@ -164,7 +164,7 @@ class FilledPlan:
         """Share of the encoder work that does not make the step longer; 1 without encoders."""
         if not self.work_ns:
             return 1.0
-        return 1 - (self.step_ns - self.plain_ns) * self.num_devices / self.work_ns
+        return max(0.0, 1 - (self.step_ns - self.plain_ns) * self.num_devices / self.work_ns)
 
     def peak_live(self) -> tuple[tuple[int, ...], ...]:
         """Return, by encoder and replica, the peak of live micro-batches, counted as for `Encoder.max_live`."""

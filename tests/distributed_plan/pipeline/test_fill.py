@@ -147,6 +147,13 @@ def test_a_step_is_no_longer_than_first_features_and_last_gradients_make_it() ->
     assert plan.hidden_share == pytest.approx(1 - 120 * 4 / (8 * 120))
 
 
+def test_work_that_makes_a_step_longer_than_itself_is_not_hidden() -> None:
+    """Replicas that hold one micro-batch at a time let the pipeline wait; the share is 0, not below."""
+    plan = fill(one_forward_one_backward(4, 8), EVEN, (replace(VISION, max_live=1),))
+    assert (plan.step_ns - plan.plain_ns) * plan.num_devices > plan.work_ns
+    assert plan.hidden_share == 0
+
+
 def test_without_encoders_a_plan_is_the_pipeline() -> None:
     """And nothing is left to hide."""
     problem = random_problem(0)
