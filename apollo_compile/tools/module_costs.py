@@ -89,6 +89,8 @@ def module_costs(
         ConfigError: an option is unknown, or the profile cannot be read.
         LookupError: there is no submodule of a name.
     """
+    if samples < 1:
+        raise TargetError(f"samples is {samples}: expected the number of samples in the example batch, at least 1")
     config = load_config(options)
     device = select_profile(config) if profile is None else load_profile(Path(profile))
     names = _module_names(model, modules)
@@ -109,7 +111,7 @@ def _module_names(model: Callable[..., Any], modules: Sequence[str] | None) -> t
         if not name or name not in known:
             children = [child for child in known if child and child.count(".") < 2]
             raise LookupError(f"the model has no submodule {name!r}; it has {', '.join(children) or 'none'}")
-    return tuple(modules)
+    return tuple(dict.fromkeys(modules))
 
 
 def _to_call(batch: Any) -> Arguments:

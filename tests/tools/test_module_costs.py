@@ -113,6 +113,19 @@ def test_an_unknown_submodule_is_refused() -> None:
         module_costs(Doubler(""), torch.ones(4, 6, 8), sizes={"a": (0, 1)}, modules=["outer"], options=OPTIONS)
 
 
+def test_a_module_that_is_named_twice_counts_once() -> None:
+    """Its time would be in two columns."""
+    sizes = {"a": (0, 1)}
+    costs = module_costs(Doubler(""), torch.ones(4, 6, 8), sizes=sizes, modules=["inner", "inner"], options=OPTIONS)
+    assert costs.names == ("inner", "")
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    """Costs are per sample."""
+    with pytest.raises(TargetError, match="samples is 0: expected the number of samples"):
+        module_costs(Doubler(""), torch.ones(4, 6, 8), sizes={"a": (0, 1)}, samples=0, options=OPTIONS)
+
+
 def test_a_size_in_the_first_dimension_counts_all_samples_together() -> None:
     """So that two samples with three images each come as six images, and one costs half of them."""
     costs = module_costs(Doubler(""), torch.ones(6, 4, 8), sizes={"images": (0, 0)}, samples=2, options=OPTIONS)
