@@ -314,12 +314,16 @@ def _run_and_report(args: argparse.Namespace) -> Report:
         model = target.model
         compiled = torch.compile(model, backend="apollo", options=dict(args.option))
         limit = args.steps or MAX_WARMUP
+
+        def run(called: Callable[..., Any]) -> None:
+            output = called(*target.args, **target.kwargs)
+            if not args.inference:
+                target.loss(output).backward()  # type: ignore[no-untyped-call]
+
         for step in range(limit):
             progress("compiling" if step == 0 else "running steps", step, limit)
-            with torch.set_grad_enabled(not args.inference), errors_of_the_model(target):
-                output = compiled(*target.args, **target.kwargs)
-                if not args.inference:
-                    target.loss(output).backward()  # type: ignore[no-untyped-call]
+            with torch.set_grad_enabled(not args.inference), errors_of_the_model(target, lambda: run(model)):
+                run(compiled)
             if isinstance(model, torch.nn.Module):
                 model.zero_grad(set_to_none=True)
             if args.steps is None and step >= 1 and is_settled(model):

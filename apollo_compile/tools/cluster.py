@@ -13,13 +13,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from apollo_compile.cluster.files import (
-    format_plan_file,
-    format_trace,
-    read_cluster,
-    read_jobs,
-    read_plan,
-)
+from apollo_compile.cluster.files import format_plan_file, format_trace, read_cluster, read_jobs, read_plan
 from apollo_compile.cluster.values import ClusterPlan, JobSchedule
 from apollo_compile.tools.arguments import above_zero, positive
 
@@ -106,15 +100,8 @@ def _format_schedules(schedules: Sequence[JobSchedule]) -> str:
         )
         for each in schedules
     ]
-    headers = (
-        "policy",
-        "mean completion",
-        f"to {schedules[0].policy}",
-        "makespan",
-        "samples per s",
-        "devices in use",
-        "interruptions",
-    )
+    other = f"to {schedules[0].policy}"
+    headers = ("policy", "mean completion", other, "makespan", "samples per s", "devices in use", "interruptions")
     table: str = tabulate(rows, headers=headers, colalign=("left", *["right"] * 6))
     return f"{len(schedules[0].end_s)} jobs, simulated by the steps that their gangs take; nothing was run\n\n{table}"
 

@@ -26,7 +26,7 @@ from apollo_compile.passes.plan import make_plan
 from apollo_compile.session.dry_run import trace
 from apollo_compile.session.private_copy import with_batch
 from apollo_compile.target.profile import DeviceProfile
-from apollo_compile.tools.targets import ModelCall
+from apollo_compile.tools.targets import ModelCall, errors_of_the_model
 from apollo_compile.torch_bridge.compile_context import original_callable
 from apollo_compile.units import NS_PER_S
 
@@ -100,13 +100,15 @@ class TracedModel:
         if samples not in self._graphs:
             self._progress(f"tracing with {samples} of {self._batch} samples")
             target = self._target
-            dry_run = trace(
-                target.model,
-                with_batch((target.args, dict(target.kwargs)), samples),
-                self._config,
-                select_profile(self._config),
-                uses=lambda copied: lambda *args, **kwargs: target.loss(copied(*args, **kwargs)),
-            )
+            call = with_batch((target.args, dict(target.kwargs)), samples)
+            with errors_of_the_model(target, lambda: target.loss(target.model(*call[0], **call[1]))):
+                dry_run = trace(
+                    target.model,
+                    call,
+                    self._config,
+                    select_profile(self._config),
+                    uses=lambda copied: lambda *args, **kwargs: target.loss(copied(*args, **kwargs)),
+                )
             graphs = [compilation.partition.graph for compilation, _ in dry_run.planned]
             if not graphs:
                 reasons = "; ".join(dict.fromkeys(reason for _, reason in dry_run.fallbacks))

@@ -44,11 +44,14 @@ class ModelCall:
         """All inputs by name, for `apollo_compile.tools.bench`.
 
         Raises:
-            TargetError: a positional input has no name.
+            TargetError: a positional input has no name, or the model does not take the inputs.
         """
         forward = self.model.forward if isinstance(self.model, torch.nn.Module) else self.model
         signature = inspect.signature(forward)
-        named = signature.bind(*self.args, **self.kwargs).arguments
+        try:
+            named = signature.bind(*self.args, **self.kwargs).arguments
+        except TypeError as error:
+            raise TargetError(f"{self.name} returns inputs for another signature, {signature}: {error}") from error
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
             if self.args:
                 raise TargetError(
@@ -123,10 +126,10 @@ def _read(name: str, built: Any) -> ModelCall:
 
 
 @contextmanager
-def errors_of_the_model(target: ModelCall) -> Iterator[None]:
+def errors_of_the_model(target: ModelCall, again: Callable[[], object] | None = None) -> Iterator[None]:
     """Let an error of the user's own model begin with its file and line, instead of with what torch.compile says of it.
 
-    What fails is called again in eager: if that fails too, the error is the model's.
+    What fails is called again in eager, by `again` if there is more to it: if that fails too, the error is the model's.
 
     Raises:
         TargetError: the model fails in eager; its cause is the first error.
@@ -140,7 +143,7 @@ def errors_of_the_model(target: ModelCall) -> Iterator[None]:
         raise
     except Exception as error:
         try:
-            target.model(*target.args, **target.kwargs)
+            target.model(*target.args, **target.kwargs) if again is None else again()
         except Exception as own:
             raise TargetError(f"{target.name} failed: {describe_error(own, target.model)}") from error
         raise

@@ -234,6 +234,19 @@ def test_an_error_of_the_model_begins_with_its_own_line(
     assert ran.code == 1 and "Traceback" in ran.err
 
 
+def test_inputs_and_losses_that_do_not_fit_are_one_line(tmp_path: Path, apollo: Apollo) -> None:
+    """A model that takes other inputs, and one that has nothing to train."""
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "import torch\n\ndef few():\n    return torch.nn.Bilinear(3, 3, 3), torch.ones(2, 3)\n\n"
+        "def frozen():\n    return torch.nn.Linear(3, 3).requires_grad_(False), torch.ones(2, 3)\n"
+    )
+    ran = apollo("bench", f"{file}:few")
+    assert ran.code == 1 and "few returns inputs for another signature" in ran.err
+    ran = apollo("report", f"{file}:frozen", "--steps", 1, "--option", "runtime.bodies=eager")
+    assert ran.code == 1 and "frozen failed: " in ran.err and "does not require grad" in ran.err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("command", ["explain", "bench", "report"])
 def test_a_target_without_a_function_is_answered_before_torch_is_imported(tmp_path: Path, command: str) -> None:
     """Which takes seconds; the file is not run either."""

@@ -109,6 +109,21 @@ def test_what_cannot_be_estimated_is_an_error(
         estimate(call(inputs), [(device, (1,))])
 
 
+def test_an_error_of_the_model_begins_with_its_own_line(tmp_path: Path, apollo: Apollo) -> None:
+    """Of a part of the batch, too: that of each device has one sample, which BatchNorm does not take."""
+    file = tmp_path / "norm.py"
+    file.write_text(
+        "import torch\n\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.norm = torch.nn.BatchNorm1d(8)\n    def forward(self, x):\n        return self.norm(x)\n\n"
+        "def build():\n    return Model(), torch.randn(2, 8)\n"
+    )
+    ran = apollo("estimate", f"{file}:build", "--devices", "h100:1,2")
+    assert ran.code == 1 and "Traceback" not in ran.err
+    assert (
+        f"failed: {file}:8 in forward: ValueError: Expected more than 1 value per channel" in ran.err.splitlines()[-1]
+    )
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
