@@ -24,9 +24,10 @@ def explain_place(report: ModelSummary, name: str) -> str:
     if found:
         return _explain(found, name)
     reasons = [f"{graph}: falls back to Inductor because {reason}" for graph, reason in report.fallbacks]
-    known = [known for graph in report.graphs for s in graph.segments for known in (s.name, s.module) if known]
+    names = (known for graph in report.graphs for s in graph.segments for known in (s.name, s.module) if known)
+    known = list(dict.fromkeys(names))
     similar = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    hint = f"similar: {', '.join(similar)}" if similar else f"known: {', '.join(list(dict.fromkeys(known))[:10])}"
+    hint = f"similar: {', '.join(similar)}" if similar else f"known: {', '.join(known[:10])}"
     raise LookupError("\n".join([f"no segment or module is called {name!r}; {hint}", *reasons]))
 
 

@@ -296,6 +296,9 @@ def test_why_of_an_unknown_name_lists_similar_ones_and_a_break_stands_below_the_
     report = replace(small(), fallbacks=(("1/0 forward", "dynamic shapes"),), breaks=(a_break(),))
     with pytest.raises(LookupError, match=r"similar: image\.layers\.0(.|\n)*dynamic shapes"):
         report.why("image.layer.0")
+    with pytest.raises(LookupError) as raised:
+        merge_reports([report, report]).why("image.layer.0")
+    assert str(raised.value).count("image.layers.0") == 1
     text = str(report)
     assert "graph break behind 0/0: Unsupported Tensor.item() call\n  model.py:12 in forward: if x" in text
     assert "\n  try: torch._dynamo.config.capture_scalar_outputs = True" in text
