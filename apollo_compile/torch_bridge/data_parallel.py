@@ -148,5 +148,7 @@ def _broadcast_buffers(model: DistributedDataParallel) -> None:
     """Copy the buffers of rank 0 to all ranks, unless `broadcast_buffers` is off or there are none."""
     if model._join_config.enable:  # the others answer the collectives of the reducer
         raise TargetError("ranks without batches cannot join() a compiled step: give all ranks equally many batches")
+    if model._comm_hooks:
+        raise TargetError("a communication hook came after compile_step, which leaves it out: register it before")
     if model.broadcast_buffers and model.modules_buffers:
         model._sync_buffers()  # type: ignore[no-untyped-call]

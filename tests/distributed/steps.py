@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -349,15 +350,19 @@ def run_explained(rank: int) -> Result:
 
 
 def run_joined(rank: int) -> Result:
-    """A step inside of the context in which ranks without batches answer the collectives of DDP's reducer."""
-    model = wrap_ddp(Towers())
-    step = compile_step(model, features_loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    try:
-        with model.join():
-            step(features(rank, torch.Generator().manual_seed(rank)))
-    except TargetError as error:
-        return {"error": str(error)}
-    return {}
+    """Take a step beside which DDP's reducer would answer ranks without batches, or call a hook that comes late."""
+    found: Result = {}
+    for name in ("joined", "hooked"):
+        model = DistributedDataParallel(Towers())
+        step = compile_step(model, features_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        if name == "hooked":
+            model.register_comm_hook(None, allreduce_hook)
+        try:
+            with model.join(enable=name == "joined"):
+                step(features(rank, torch.Generator().manual_seed(rank)))
+        except TargetError as error:
+            found[name] = str(error)
+    return found
 
 
 def run_unused(rank: int) -> Result:

@@ -167,10 +167,11 @@ def test_parameters_without_gradients_are_named(seen: Seen) -> None:
         assert result["verdicts"] == [f"{Variant.LOOP}: DistributedDataParallel has find_unused_parameters"]
 
 
-def test_a_step_that_other_ranks_would_join_is_an_error(seen: Seen) -> None:
-    """Before anything is sent: their collectives are those of DDP's reducer, which a step leaves out."""
+def test_what_the_reducer_would_do_beside_a_step_is_an_error(seen: Seen) -> None:
+    """Before anything is sent: a step leaves the reducer out, with ranks that join and hooks that come later."""
     for result in seen("joined"):
-        assert "cannot join() a compiled step" in result["error"]
+        assert "cannot join() a compiled step" in result["joined"]
+        assert "hook came after compile_step" in result["hooked"]
 
 
 def test_a_step_under_other_policies_of_fsdp_is_a_loop_with_a_reason(seen: Seen) -> None:
