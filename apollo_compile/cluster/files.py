@@ -128,7 +128,7 @@ def _rows(path: Path) -> Iterator[_Table]:
     if header != list(_ROW):
         raise ClusterError(f"{path}:1: expected the columns {','.join(_ROW)}, got {','.join(header) or 'nothing'}")
     row: list[str] = []
-    for row in rows:
+    for row in filter(None, rows):
         if len(row) != len(header):
             raise ClusterError(f"{path}:{rows.line_num}: expected {len(header)} columns, got {len(row)}")
         values = {name: text if name == "name" else _value(text) for name, text in zip(header, row, strict=True)}
@@ -148,7 +148,7 @@ def _value(text: str) -> int | float | str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors may write a mark of the encoding
     except UnicodeDecodeError as error:
         raise ClusterError(f"{path}:1: expected text in UTF-8: {error}") from error
 
