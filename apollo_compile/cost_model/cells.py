@@ -228,7 +228,7 @@ def _tensor_seconds(layer: Layer, tensor: int, device: Device) -> float:
 
 
 def _gradient_seconds(weight_bytes: float, data: int, device: Device, link: Link, backward_s: float) -> float:
-    if data == 1:
+    if data == 1 or not weight_bytes:
         return 0.0
     if not device.hides_gradients:
         buckets = max(1, round(weight_bytes / bucket_bytes(round(weight_bytes))))

@@ -105,7 +105,10 @@ def estimate(
             is_crowded = profile.kind == "cpu" and 1 < count <= device.per_node
             shares = slowdown_beside(profile, 1.0, 1.0) if is_crowded else 1.0
             own = replace(device, update_bytes_per_s=device.update_bytes_per_s / shares)
-            cells += cells_of(functools.partial(times_of, is_crowded), own, count, batch, max_tensor)
+            found = cells_of(functools.partial(times_of, is_crowded), own, count, batch, max_tensor)
+            cells += found
+            if not found:
+                progress(f"nothing divides {batch} samples, and the layers of the model, over {count} of {name}")
     return Estimate(name=target.name, batch=batch, cells=tuple(cells), sources=sources)
 
 
