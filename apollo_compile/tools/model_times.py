@@ -33,12 +33,7 @@ from apollo_compile.units import NS_PER_S
 PLANNING_S = 0.2
 """Time to plan the lanes of one graph."""
 
-_DIVISIBLE = {
-    KernelKind.MATMUL,
-    KernelKind.BATCHED_MATMUL,
-    KernelKind.ATTENTION,
-    KernelKind.ATTENTION_BACKWARD,
-}
+_DIVISIBLE = {KernelKind.MATMUL, KernelKind.BATCHED_MATMUL, KernelKind.ATTENTION, KernelKind.ATTENTION_BACKWARD}
 """Kernels that tensor parallelism divides."""
 
 

@@ -142,6 +142,9 @@ def errors_of_the_model(target: ModelCall, again: Callable[[], object] | None = 
     except ApolloError:
         raise
     except Exception as error:
+        wrapped = getattr(error, "inner_exception", None)  # Dynamo wraps the errors of a backend
+        if isinstance(wrapped, ApolloError):
+            raise wrapped from None
         try:
             target.model(*target.args, **target.kwargs) if again is None else again()
         except Exception as own:

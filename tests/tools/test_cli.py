@@ -210,6 +210,14 @@ def test_wrong_calls_exit_with_two_and_compile_nothing(
 
 
 @pytest.mark.parametrize("command", ["explain", "report"])
+def test_an_option_that_inductor_refuses_is_one_line(command: str, model_file: str, apollo: Apollo) -> None:
+    """Though it is Dynamo that calls the backend, whose errors it wraps."""
+    ran = apollo(command, f"{model_file}:by_name", "--option", "inductor.max_autotune=yes")
+    assert ran.code == 2 and "Traceback" not in ran.err
+    assert "Unexpected type of attr max_autotune, got str should be bool" in ran.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["explain", "report"])
 @pytest.mark.parametrize(
     ("inputs", "told"),
     [("torch.ones(2, 4)", "8 in forward: RuntimeError: mat1 and mat2"), ("{'z': 1}", "7 in forward: TypeError: ")],

@@ -192,13 +192,7 @@ def collect(
         )
         for name in names
     )
-    return Measurement(
-        task=task,
-        baseline=baseline,
-        reference=reference,
-        cpu=cpu_description(),
-        results=results,
-    )
+    return Measurement(task=task, baseline=baseline, reference=reference, cpu=cpu_description(), results=results)
 
 
 def _load_digest(numbers: Numbers) -> dict[str, npt.NDArray[np.float32]]:

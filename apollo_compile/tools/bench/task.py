@@ -35,11 +35,7 @@ INDUCTOR_MODES: tuple[MeasuredVariant, ...] = (
     MeasuredVariant(
         name="inductor-max-autotune",
         backend="inductor",
-        options={
-            "max_autotune": True,
-            "coordinate_descent_tuning": True,
-            "max_autotune_gemm_backends": "CPP,ATEN",
-        },
+        options={"max_autotune": True, "coordinate_descent_tuning": True, "max_autotune_gemm_backends": "CPP,ATEN"},
     ),
 )
 """Inductor's default, and the options of `mode="max-autotune-no-cudagraphs"` with the GEMM backends of a CPU."""
