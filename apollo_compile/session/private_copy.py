@@ -41,8 +41,10 @@ class PrivateCopy:
                 for parameter in owner.parameters()
                 if type(parameter) is nn.Parameter  # subclasses, as in lazy modules, define their own copy
             }
-            advice = "check attributes besides tensors"
-            self.run = _copy(model, f"the model, a {type(owner).__name__},", advice, dict(shared))
+            tensors = leaves_of([vars(part) for part in owner.modules()], torch.Tensor)
+            results = {id(each): each.detach().clone().requires_grad_() for each in tensors if not each.is_leaf}
+            name, advice = f"the model, a {type(owner).__name__},", "check attributes besides tensors"
+            self.run = _copy(model, name, advice, {**shared, **results})  # torch does not copy results of autograd
             self._shared = {id(parameter): parameter for parameter in shared.values()}
 
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -98,8 +100,7 @@ def with_batch(call: Arguments, batch: int) -> Arguments:
     sizes = Counter(leaf.shape[0] for leaf in leaves_of(call, torch.Tensor) if leaf.dim() > 0)
     if not sizes or batch < 1:
         raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
-    size = sizes.most_common(1)[0][0]
-    changed: Arguments = _resize(call, size, batch)
+    changed: Arguments = _resize(call, sizes.most_common(1)[0][0], batch)
     return changed
 
 

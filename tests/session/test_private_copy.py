@@ -28,6 +28,7 @@ class Counting(nn.Module):
         self.again = self.linear
         self.register_buffer("calls", torch.zeros(()))
         self.log: list[int] = []
+        self.state: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what both names of the layer make of `x`."""
@@ -69,6 +70,15 @@ def test_what_cannot_be_copied_is_named() -> None:
     model.rows = (row for row in ())  # type: ignore[assignment, var-annotated]
     with pytest.raises(TargetError, match=r"cannot copy the model, a Linear, .*check attributes besides tensors"):
         PrivateCopy(model)
+
+
+def test_attributes_that_autograd_made_are_copied_without_their_history() -> None:
+    """Torch does not copy them; such is the weight of the older `weight_norm`."""
+    model = Counting()
+    model.state = [model.linear.weight * 2]
+    copied: Any = PrivateCopy(model).run
+    assert copied.state[0].is_leaf and copied.state[0].requires_grad
+    assert torch.equal(copied.state[0], model.state[0])
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_drawn() -> None:
