@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.output_code import OutputCode
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.session import registry
@@ -50,6 +52,14 @@ def test_every_body_of_a_model_is_native(caplog: pytest.LogCaptureFixture) -> No
     assert all(body.entry_address is not None and body.keeps_python is None for body in bodies)
     own = [record for record in caplog.records if record.name.startswith("apollo_compile")]
     assert [record for record in own if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="a warning of this torch is ignored")
+def test_the_filters_of_warnings_stay_those_of_the_user() -> None:
+    """Python shows warnings again that it shows once, after a change of the filters."""
+    filters = list(warnings.filters)
+    compile_each(lambda x: (x.sin(),), of=torch.ones(4))
+    assert warnings.filters == filters
 
 
 def test_overrides_are_of_what_this_torch_has() -> None:
