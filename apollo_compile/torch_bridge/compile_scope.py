@@ -79,10 +79,7 @@ def own_code_generator() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_piece() -> Iterator[None]:
-    """Hide state of the whole graph, and generate code of our own; under `compile_lock`.
-
-    See Note [pieces of a graph].
-    """
+    """Hide state of the whole graph (Note [pieces of a graph]), and generate code of our own; under `compile_lock`."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     strides = context.output_strides if context is not None else None

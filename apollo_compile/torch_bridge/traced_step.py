@@ -75,10 +75,9 @@ def compile_traced_step(
 
     def call(parts: Sequence[Any], weights: Sequence[float], is_first: bool) -> Made | None:
         may_compile[0] = is_first
-        factors = [torch.tensor(weight, dtype=dtype) for weight in weights]
         try:
             with torch._dynamo.config.patch(trace_autograd_ops=True) if is_first else nullcontext():
-                return compiled(parts, factors)  # type: ignore[no-any-return]
+                return compiled(parts, [torch.tensor(each, dtype=dtype) for each in weights])  # type: ignore[no-any-return]
         except Exception as error:
             if is_first or not is_compile_error(error):
                 raise
