@@ -52,18 +52,6 @@ def from_handles(handles: list[Any]) -> list[torch.Tensor]:
     return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)
 
 
-def as_made_here(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of other threads as this one would make them: inference tensors under inference mode.
-
-    For others, Dynamo compiles the code that reads them again. Conjugate and negative views stay as they are.
-    """
-    if not torch.is_inference_mode_enabled():
-        return tensors
-    others = (each for each in tensors if not (each.is_inference() or each.is_conj() or each.is_neg()))
-    own = {each: each.new_empty(0).set_(each) for each in others}  # type: ignore[call-overload]
-    return [own.get(each, each) for each in tensors]
-
-
 def prepare_lane_thread(num_threads: int) -> None:
     """Set what a new thread does not inherit: its thread quota for OpenMP and MKL, and no autograd."""
     torch.get_num_threads()  # the first use on a thread sets the process-wide default: let it happen before, not after

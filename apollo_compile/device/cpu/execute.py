@@ -39,7 +39,6 @@ from apollo_compile.ir import (
 )
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.handles import (
-    as_made_here,
     error_text_address,
     from_handles,
     prepare_lane_thread,
@@ -105,8 +104,8 @@ class Executable:
                 error.add_note(f"raised in segment {self._graph.segments[failed].name} of {self._graph.name}")
             raise
         if None not in outputs:
-            return as_made_here(from_handles(outputs))  # type: ignore[return-value]
-        made = iter(as_made_here(from_handles([handle for handle in outputs if handle is not None])))
+            return from_handles(outputs)  # type: ignore[return-value]
+        made = iter(from_handles([handle for handle in outputs if handle is not None]))
         return [None if handle is None else next(made) for handle in outputs]
 
     @functools.cached_property
