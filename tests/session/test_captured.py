@@ -77,6 +77,7 @@ class Default:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.gpu = gpu or BusyGpu()
+        self.device = torch.device("cpu")
         self.now_ns = 0
         self.models: list[CompiledModel] = []
         self._found = found
@@ -86,10 +87,10 @@ class Default:
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         clock = lambda: self.now_ns  # noqa: E731
-        profile, device = load_profile(Path("h200")), torch.device("cpu")
+        profile, find = load_profile(Path("h200")), lambda: self._found
 
         def open_target(_: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
-            target = GpuTarget(self.gpu, profile, config, device=device, find_unavailable_reason=lambda: self._found)
+            target = GpuTarget(self.gpu, profile, config, device=self.device, find_unavailable_reason=find)
             target.now_ns = clock  # type: ignore[method-assign]
             return target, None
 
@@ -211,8 +212,7 @@ def test_a_graph_with_branches_is_replayed_after_a_few_steps(lines: pytest.LogCa
     assert loop.ran == 5 * [PLAN] and not warnings_in(lines)
     assert len(list(loop.default.gpu.captures)) == 2, "its forward and its backward"
     assert [graph.executable.num_launches for graph in loop.default.models[0].graphs] <= [2, 3]
-    graphs = loop.default.models[0].graphs
-    assert all(graph.learner.num_replans == 1 for graph in graphs)
+    assert all(graph.learner.num_replans == 1 for graph in loop.default.models[0].graphs)
     assert lines.text.count(" segments (") == 2 and not loop.default.gpu.races
 
 
@@ -229,7 +229,7 @@ def test_the_plan_competes_with_its_segments_in_turn_and_stays_if_it_is_faster(l
     assert re.fullmatch(f"{told}; torch.compile is not compared yet", loop.default.state) and is_settled(loop.run)
     loop.steps(3, PLAN_WINS)
     assert set(loop.ran[-3:]) == {PLAN} and len(list(loop.default.gpu.captures)) == 2
-    assert not any(gpu.races for gpu in (loop.default.gpu, *loop.default.gpu.others.values()))
+    assert not loop.default.gpu.races
     assert report(loop.run).metrics()["apollo/gain_over_serial"] == 1.25
     assert variants_of(loop.run) == [PLAN]
 
@@ -244,9 +244,9 @@ def test_inductors_whole_graph_is_compiled_once_that_is_a_small_share_of_trainin
         loop.step(fastest)
     loop.settle(fastest)
     assert re.fullmatch(r"settled after \d+ measured steps: 1\.33x as fast as plan \(Inductor\)", loop.default.state)
-    before = loop.default.gpu.log.count(("replay",))
+    before = loop.default.gpu.num_replays
     loop.steps(3, fastest)
-    assert loop.ran[-3:] == 3 * [INDUCTOR] and loop.default.gpu.log.count(("replay",)) >= before + 5
+    assert loop.ran[-3:] == 3 * [INDUCTOR] and loop.default.gpu.num_replays >= before + 5
 
 
 def test_the_next_process_begins_with_the_winner() -> None:
@@ -284,6 +284,7 @@ def _with_operator(x: torch.Tensor, count: int) -> torch.Tensor:
     [
         ("ranks", "several ranks run it"),
         ("sizes", "its sizes change, and a CUDA graph is for one size"),
+        ("devices", "it has tensors on cpu, and others on cuda:0"),
         ("capture", "it is compiled inside of a CUDA graph that the user captures"),
         ("fixed", "deterministic algorithms are enabled"),
         ("check", "lane 2 ran on SMs of lane 1"),
@@ -297,6 +298,7 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
     ranks = Ranks(dist.HashStore()) if problem == "ranks" else None
     default = Default(ranks=ranks, found="lane 2 ran on SMs of lane 1" if problem == "check" else None)
     default.gpu.is_captured_by_user = problem == "capture"
+    default.device = torch.device("cuda", 0) if problem == "devices" else default.device
     torch.use_deterministic_algorithms(problem == "fixed")
     try:
         function = _with_operator if problem == "operator" else _with_size
@@ -312,18 +314,6 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
     assert f"0/0 falls back to torch.compile: {reason}" in line.getMessage()
 
 
-def num_replays(default: Default) -> int:
-    """Return the number of CUDA graphs that were replayed, however lanes share the device."""
-    gpus = {id(gpu): gpu for gpu in (default.gpu, *default.gpu.others.values())}
-    return sum(gpu.log.count(("replay",)) for gpu in gpus.values())
-
-
-def fail_captures(default: Default, error: Exception) -> None:
-    """Let every capture from now on raise."""
-    for gpu in (default.gpu, *default.gpu.others.values()):
-        gpu.fail_capture = error
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -336,7 +326,8 @@ def test_a_capture_that_fails_leads_to_torch_compile(error: Exception, lines: py
     """From the next step on, to the same losses, statistics of normalizations included, with one WARNING."""
     loop = Loop(default := Default(**{"debug.strict": False}))
     loop.step()
-    fail_captures(default, error)
+    for gpu in default.gpu.others.values():
+        gpu.fail_capture = error
     loop.steps(5)
     assert loop.ran[-3:] == 3 * [INDUCTOR] and default.models[0].falls_back
     name, reason = default.models[0].fallbacks[0]
@@ -378,13 +369,13 @@ def test_a_capture_of_the_user_has_launches_and_changes_nothing() -> None:
     """What is recorded stays, and must not depend on memory of ours."""
     loop = Loop()
     loop.settle(PLAN_WINS)
-    gpus = (loop.default.gpu, *loop.default.gpu.others.values())
-    for gpu in gpus:
+    device = loop.default.gpu
+    for gpu in device.others.values():
         gpu.is_captured_by_user = True
-    replays = num_replays(loop.default)
+    replays = device.num_replays
     loop.step(PLAN_WINS)
-    assert num_replays(loop.default) == replays
-    for gpu in gpus:
+    assert device.num_replays == replays
+    for gpu in device.others.values():
         gpu.is_captured_by_user = False
     loop.steps(4, PLAN_WINS)
-    assert num_replays(loop.default) >= replays + 2
+    assert device.num_replays >= replays + 2

@@ -109,7 +109,7 @@ class FakeRecording:
 
 
 class FakeGpu:
-    """See the top of the file; `log` has every operation in the order of the host."""
+    """See the top of the file; `log` has every operation in the order of the host, `races` those of all sharings."""
 
     def __init__(self, units: int = 132, arena: Arena | None = None) -> None:
         self.units = units
@@ -152,8 +152,13 @@ class FakeGpu:
         """Return another one, the same for the same sharing; at first lanes are apart."""
         if sharing not in self.others:
             self.others[sharing] = other = FakeGpu(self.units, self.arena)
-            other.others, other.captures = self.others, self.captures
+            other.others, other.captures, other.races = self.others, self.captures, self.races
         return self.others[sharing]
+
+    @property
+    def num_replays(self) -> int:
+        """Return how many CUDA graphs were replayed, however lanes share the device."""
+        return sum(each.log.count(("replay",)) for each in self.others.values())
 
     def is_capturing(self) -> bool:
         return self.is_captured_by_user

@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile.config import Config
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import Variant
-from apollo_compile.step import compile_step
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
@@ -75,11 +73,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, units: int) -> FakeGpu:
     gpu = BusyGpu(units)
     profile = load_profile(Path("h200"))
     profile = profile if units == profile.units else limit_units(profile, units)
-
-    def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
-        return GpuTarget(gpu, profile, config, device=torch.device("cpu")), None
-
-    monkeypatch.setattr("apollo_compile.session.backend.open_target", open_target)
+    monkeypatch.setattr(
+        "apollo_compile.session.backend.open_target",
+        lambda _, config: (GpuTarget(gpu, profile, config, device=torch.device("cpu")), None),
+    )
     interpret_plainly(monkeypatch)
     torch._dynamo.reset()
     return gpu
@@ -161,7 +158,7 @@ def test_steps_are_one_replay_with_the_numbers_of_the_loop(
     program = pair.program
     assert (program.num_captures, program.num_launches) == (1, 0) and program.num_replays >= 5
     assert sum(map(bool, program.program.instructions)) > 1, "more than one lane"
-    assert not races_of(gpu)
+    assert not gpu.races
     for one, other in zip(*(each.state_dict()["state"].values() for each in pair.optimizers if each), strict=False):
         torch.testing.assert_close(one, other)
 
@@ -185,7 +182,7 @@ def test_a_replay_sees_what_changes_about_the_optimizer(gpu: FakeGpu) -> None:
     for optimizer in pair.optimizers:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     pair.steps(2)
-    assert (program.num_captures, program.num_launches) == (3, 0) and not races_of(gpu)
+    assert (program.num_captures, program.num_launches) == (3, 0) and not gpu.races
 
 
 def test_gradients_that_are_in_use_make_a_step_a_loop(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,11 +210,6 @@ def test_weights_at_another_address_are_captured_there(gpu: FakeGpu) -> None:
         parameter.data = parameter.data.clone()
     pair.steps(2)
     assert (pair.program.num_captures, pair.program.num_launches) == (2, 0)
-
-
-def races_of(gpu: FakeGpu) -> list[str]:
-    """Return the races on all streams, however they share the device."""
-    return [race for each in gpu.others.values() for race in each.races]
 
 
 def copies_in(log: Sequence[tuple[str, ...]]) -> int:
@@ -248,40 +240,36 @@ def test_tensors_besides_model_and_batch_are_read_where_they_are(gpu: FakeGpu) -
     assert (program.num_captures, program.num_launches) == (2, 0)
     teacher.model.weight.mul_(0.5)
     pair.step()
-    assert not races_of(gpu)
+    assert not gpu.races
 
 
 def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) -> None:
     """The step in which that is found is the loop; the verdict of another program would be of other inputs."""
     masks: list[torch.Tensor] = []
-    torch.manual_seed(0)
-    eager = Branches().double()
-    model = copy.deepcopy(eager)
 
     def loss_of(model: nn.Module, part: Sequence[torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = (model(part[0]) * part[1]).square().mean()
         return loss
 
-    def split(batch: torch.Tensor, count: int) -> Sequence[Any]:
-        return list(zip(batch.chunk(count), masks, strict=True))
-
-    run = compile_step(model, loss_of, microbatches=2, split=split, keep_gradients=True, options=PROGRAM)
+    close = (1e-7, 1e-9)
+    twins = Twins(
+        lambda: Branches().double(),
+        loss_of,
+        count=2,
+        split=lambda batch, count: list(zip(batch.chunk(count), masks, strict=True)),
+        options=PROGRAM,
+        tolerance=close,
+        of_gradients=close,
+    )
     log = gpu.sharing(Sharing.FREE).log
     for number in range(FIRST + 6):
         mask = torch.rand(4, dtype=torch.float64)
         masks[:] = [mask, mask] if number < FIRST + 2 else [mask, mask.clone() * 2]
-        batch = torch.rand(8, 8, dtype=torch.float64)
-        for each in (model, eager):
-            each.zero_grad()
-        for part in split(batch, 2):
-            (loss_of(eager, part) / 2).backward()
         log.clear()
-        run(batch)
-        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-7, atol=1e-9)
+        twins.take(torch.rand(8, 8, dtype=torch.float64))
         if number == FIRST + 1:
             assert copies_in(log) == 5, "two batches, two weights, and one mask"
-    assert copies_in(log) == 6 and not races_of(gpu)
+    assert copies_in(log) == 6 and not gpu.races
 
 
 def test_variants_take_turns(gpu: FakeGpu) -> None:
@@ -299,7 +287,7 @@ def test_variants_take_turns(gpu: FakeGpu) -> None:
     loaded = variants.loaded()
     assert [loaded[each].num_replays for each in (Variant.PLAN, Variant.SERIAL)] == [16, 2]
     assert most_at_once(variants.compilation.plan) == 4 and loaded[Variant.SERIAL].bodies is variants.plan.bodies
-    assert status(pair.run).startswith("measuring, about ") and not races_of(gpu)
+    assert status(pair.run).startswith("measuring, about ") and not gpu.races
 
 
 def test_a_step_replays_from_its_fourth_call_on_with_one_compile_of_each_body(
@@ -319,7 +307,7 @@ def test_a_step_replays_from_its_fourth_call_on_with_one_compile_of_each_body(
     replays = []
     for _ in range(6):
         pair.step()
-        replays.append(_num_replays(gpu))
+        replays.append(gpu.num_replays)
     assert replays[2] < replays[3] < replays[4] < replays[5] and pair.program.num_replays == 3
     assert len(compiled) == 2, "forward and backward"
     assert all(len(names) == len(set(names)) for names in compiled) and not whole
@@ -331,17 +319,12 @@ def test_sizes_that_come_often_have_a_replay_each_in_the_same_memory(gpu: FakeGp
     num_replays = {8: 0, 12: 0, 16: 0}
     for number in range(FIRST + 11):
         for size in (8, 12, *([16] if number in (1, 9) else [])):
-            before = _num_replays(gpu)
+            before = gpu.num_replays
             pair.step(size)
-            num_replays[size] += _num_replays(gpu) - before == 1
+            num_replays[size] += gpu.num_replays - before == 1
     assert len(pair.run.tuners) == 2 and min(num_replays[8], num_replays[12]) >= 3 and not num_replays[16]
     recordings = [captured.recording for captured in gpu.captures]
-    assert len(recordings) == 2 and len({id(each.pool) for each in recordings}) == 1
-    assert not races_of(gpu)
-
-
-def _num_replays(gpu: FakeGpu) -> int:
-    return sum(each.log.count(("replay",)) for each in gpu.others.values())
+    assert len(recordings) == 2 and len({id(each.pool) for each in recordings}) == 1 and not gpu.races
 
 
 def test_state_is_not_put_where_activations_were(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +346,7 @@ def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
             break
     (tuner,) = pair.run.tuners
     assert {each.name for each in tuner.verdict.standings} == {Variant.LOOP, Variant.SERIAL, Variant.PLAN}
-    assert tuner.verdict.standings[0].name == tuner.current and not races_of(gpu)
+    assert tuner.verdict.standings[0].name == tuner.current and not gpu.races
     pair.step()
 
 

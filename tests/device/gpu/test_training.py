@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 from apollo_compile.config import load_config
 from apollo_compile.device.gpu.run.execute import CudaExecutable
@@ -24,7 +24,7 @@ from apollo_compile.session.model import CompiledModel
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs, two_tower_loss
 
 OPTIONS = {
     "debug.strict": True,
@@ -90,11 +90,6 @@ def compiler() -> Compiler:
     return new_compiler()
 
 
-def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], torch.Tensor]:
-    """Return the loss of a model on these inputs."""
-    return lambda run: run(*inputs).square().mean()
-
-
 class Towers:
     """A compiled model of two towers, whose gradients must be those of its copy in eager after every step."""
 
@@ -127,22 +122,21 @@ def test_without_isolation_bodies_are_timed_on_quotas_and_run_on_plain_streams()
         assert set(graph.variants.available) == {Variant.SERIAL, Variant.PLAN}
         assert {mode.duration_ns for mode in graph.compilation.costs.modes[0]} == {600, 1_000}
     gpus = compiler.gpu.others
-    assert set(gpus) == {Sharing.APART, Sharing.FREE}
-    assert not any(gpu.races for gpu in gpus.values())
+    assert set(gpus) == {Sharing.APART, Sharing.FREE} and not compiler.gpu.races
     assert len(gpus[Sharing.FREE].recordings) == 2
     assert all(recording.num_replays == 7 for recording in gpus[Sharing.APART].recordings), "only bodies were timed"
 
 
 def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:
     """Dropout: other masks at every step, the same in a forward and its backward."""
-    model, inputs = TwoTowers(depth=1, dropout=0.3), two_tower_inputs()
+    model = TwoTowers(depth=1, dropout=0.3)
     torch.manual_seed(5)
-    replayed = train(model, loss_of(inputs), steps=7, backend=compiler)
+    replayed = train(model, two_tower_loss, steps=7, backend=compiler)
     compiler.check(replays=[5, 5])
     on_lanes = Compiler(**{"debug.strict": False})
     on_lanes.gpu.fail_capture = RuntimeError("not here")
     torch.manual_seed(5)
-    assert_same_training(train(model, loss_of(inputs), steps=7, backend=on_lanes), replayed)
+    assert_same_training(train(model, two_tower_loss, steps=7, backend=on_lanes), replayed)
     assert len({loss.item() for loss in replayed[0]}) == 7
 
 
@@ -206,20 +200,3 @@ def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     assert [each.num_replays for each in executables] == [4, 4]
     assert [len(each.graph.segments) for each in executables] == [1, 1]
     assert not compiler.gpu.races
-
-
-def test_a_cpu_tensor_among_those_of_a_gpu_falls_back_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """The graph names the tensor."""
-    torch._dynamo.reset()
-    compiler = Compiler()
-
-    def with_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        config = load_config(OPTIONS)
-        target = GpuTarget(compiler.gpu, load_profile(Path("h200")), config, device=torch.device("cuda", 0))
-        model = CompiledModel(name="0/0", config=config, target=target)
-        return GraphCompiler(model, {}).compile(graph_module, example_inputs)
-
-    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
-        torch.testing.assert_close(torch.compile(layer, backend=with_device)(x), layer(x))
-    assert "it has tensors on cpu, and others on cuda:0" in caplog.text

@@ -30,7 +30,7 @@ from apollo_compile.trials import TrialStep, write_program
 from tests.builders import plan, random_costs, random_plan, seeds
 from tests.device.gpu.arena import ROUNDING
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.run.test_launch import program_of
+from tests.device.gpu.run.test_launch import interpret, program_of
 
 UNITS = 2
 Tensors = list[torch.Tensor]
@@ -49,11 +49,7 @@ class Function:
 
     def interpret(self, inputs: Tensors) -> list[torch.Tensor | None]:
         """Run segments in the order of their ids."""
-        values = dict(zip(self.graph.inputs, inputs, strict=True))
-        for segment in self.graph.segments:
-            made = self.bodies[segment.body]([values[buffer] for buffer in segment.inputs])
-            values.update(zip(segment.outputs, made, strict=True))
-        return [None if buffer is None else values[buffer] for buffer in self.graph.outputs]
+        return interpret(self.graph, self.bodies, inputs)
 
 
 def body_of(number: int, sizes: Sequence[int], *, writes: bool) -> Body:
@@ -230,10 +226,6 @@ class OnLanes:
         """Replays of forwards, backwards and inference, over all variants."""
         return [sum(each.num_replays for each in executables) for executables in zip(*self.variants, strict=True)]
 
-    @property
-    def races(self) -> list[str]:
-        return [race for gpu in (self.gpu, *self.gpu.others.values()) for race in gpu.races]
-
 
 class _Apply(torch.autograd.Function):
     """The model in autograd, as AOTAutograd puts it there."""
@@ -304,9 +296,6 @@ SCENARIOS: dict[str, Callable[[random.Random, int], LoopStep]] = {
     "swapped weights": lambda rng, number: LoopStep(validate=True, swap=number % 2 == 0),
     "saved-tensor hooks": lambda rng, number: LoopStep(hooks=("", "clone", "keep", "identity")[number % 4]),
     "collected gradients": lambda rng, number: LoopStep(hold=number == 5),
-    "collected gradients, zero_grad before the backward": lambda rng, number: LoopStep(
-        zero_grad="before the backward", hold=number == 5
-    ),
     "all gradients are collected": lambda rng, number: LoopStep(hold=True),
     "accumulation, zero_grad before the backward": lambda rng, number: LoopStep(
         zero_grad="never" if number > 4 and number % 3 else "before the backward"
@@ -322,7 +311,7 @@ SCENARIOS: dict[str, Callable[[random.Random, int], LoopStep]] = {
 }
 
 
-for name in ("two forwards", "retain_graph", "swapped weights", "a switch before the backward"):
+for name in ("two forwards", "retain_graph", "swapped weights", "collected gradients", "a switch before the backward"):
     SCENARIOS[f"{name}, zero_grad before the backward"] = lambda rng, number, name=name: replace(  # type: ignore[misc]
         SCENARIOS[name](rng, number), zero_grad="before the backward"
     )
@@ -422,7 +411,7 @@ def check(scenario: str, seed: int) -> OnLanes:
     found = train(model, runs, script_of(scenario, seed))
     assert len(found) == len(wanted)
     assert [index for index, pair in enumerate(zip(found, wanted, strict=True)) if not torch.equal(*pair)] == []
-    assert runs.races == []
+    assert runs.gpu.races == []
     return runs
 
 
@@ -430,8 +419,7 @@ def check(scenario: str, seed: int) -> OnLanes:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_training_is_as_in_eager(scenario: str, seed: int) -> None:
     """Whatever the loop does between forward and backward; most of it is replayed."""
-    runs = check(scenario, seed)
-    forwards, backwards, _ = runs.num_replays
+    forwards, backwards, _ = check(scenario, seed).num_replays
     assert forwards >= 2 and (backwards >= 2 or scenario == "saved-tensor hooks")
 
 
@@ -441,8 +429,7 @@ def test_memory_is_used_again_within_a_capture_and_by_others_of_its_pool() -> No
     written = [
         out.data_ptr() for each in runs.gpu.recordings for operation in each.operations for out in operation.outputs
     ]
-    assert len(set(written)) < len(written)
-    assert all(address % ROUNDING == 0 for address in written)
+    assert len(set(written)) < len(written) and all(address % ROUNDING == 0 for address in written)
 
 
 def _check_own_outputs(memory: ModelMemory) -> bool:

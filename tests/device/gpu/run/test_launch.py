@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from apollo_compile.ir import EventId, Lane, LaneId, Launch, Plan, Program, Reco
 from apollo_compile.ir.check import check_memory
 from tests.builders import follow, graph, plan, random_planned
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
+from tests.failures import raising
 
 
 def program_of(made: SegmentGraph, planned: Plan, *, owners_release: bool = True) -> Program:
@@ -19,28 +23,27 @@ def program_of(made: SegmentGraph, planned: Plan, *, owners_release: bool = True
     return follow(made, planned, owners_release=owners_release)[2]
 
 
-def bodies_of(made: SegmentGraph) -> list:  # type: ignore[type-arg]
+def bodies_of(made: SegmentGraph) -> list[Callable[..., Any]]:
     """Return, per body, a function whose outputs depend on all of its inputs; it empties its list."""
     outputs_by_body = {segment.body: len(segment.outputs) for segment in made.segments}
 
-    def body(number: int):  # type: ignore[no-untyped-def]
-        def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            total = sum(tensor * (place + 2) for place, tensor in enumerate(inputs)) + number
-            inputs.clear()
-            return [total * (index + 1) for index in range(outputs_by_body.get(number, 1))]
+    def run(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        total = sum(tensor * (place + 2) for place, tensor in enumerate(inputs)) + number
+        inputs.clear()
+        return [total * (index + 1) for index in range(outputs_by_body.get(number, 1))]
 
-        return run
-
-    return [body(number) for number in range(max(outputs_by_body) + 1)]
+    return [partial(run, number) for number in range(max(outputs_by_body) + 1)]
 
 
-def expected_of(made: SegmentGraph, value: torch.Tensor) -> list[torch.Tensor]:
+def interpret(
+    made: SegmentGraph, bodies: Sequence[Callable[..., Any]], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
     """Return the outputs by running segments in order of their ids."""
-    bodies, values = bodies_of(made), {made.inputs[0]: value}
+    values = dict(zip(made.inputs, inputs, strict=True))
     for segment in made.segments:
         out = bodies[segment.body]([values[buffer] for buffer in segment.inputs])
         values.update(zip(segment.outputs, out, strict=True))
-    return [values[buffer] for buffer in made.outputs if buffer is not None]
+    return [None if buffer is None else values[buffer] for buffer in made.outputs]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -48,12 +51,11 @@ def test_any_program_is_launched_in_a_legal_order_and_frees_memory_safely(seed: 
     """Twice in a row, so that memory freed between runs is used again too; numbers are those of the graph."""
     made, planned = random_planned(seed)
     program = program_of(made, planned)
-    gpu = FakeGpu(units=len(program.lanes[0].units))
-    launcher = Launcher(program, bodies_of(made), gpu)
-    for value in (1.0, 2.0):
-        outputs = launcher.launch([torch.full((2,), value, dtype=torch.float64)], CALLER)
-        expected = expected_of(made, torch.full((2,), value, dtype=torch.float64))
-        assert all(map(torch.equal, outputs, expected))
+    gpu, bodies = FakeGpu(units=len(program.lanes[0].units)), bodies_of(made)
+    launcher = Launcher(program, bodies, gpu)
+    for number in (1.0, 2.0):
+        value = torch.full((2,), number, dtype=torch.float64)
+        assert all(map(torch.equal, launcher.launch([value], CALLER), interpret(made, bodies, [value])))
     assert not gpu.races
 
 
@@ -78,8 +80,7 @@ def test_buffers_go_on_their_owners_lane_as_early_as_it_knows_the_readers_ended(
     early = {hold.buffer: order[hold.segment] for hold in free.holds}
     for hold in memory.holds:
         assert order[hold.segment] >= early[hold.buffer]
-    foreign = [hold for hold in free.holds if hold not in memory.holds]
-    if foreign:
+    if [hold for hold in free.holds if hold not in memory.holds]:
         with pytest.raises(InvariantError, match="on another lane than its owner's"):
             check_memory(free, made, planned, syncs, owners_release=True)
 
@@ -105,10 +106,9 @@ def test_lanes_take_turns_so_that_none_starts_late() -> None:
     assert [lane for lane, each in order if isinstance(each, Launch)] == [1, 2, 1, 2, 1, 2]
 
 
-def test_every_lane_forks_from_the_caller_and_joins_it() -> None:
+def test_every_lane_forks_from_the_caller_and_joins_it(gpu: FakeGpu) -> None:
     """Only the kept wait lies between; a lane that is not used is left alone."""
     made = graph((), (0,), (0,), (1, 2))
-    gpu = FakeGpu(units=2)
     launcher = Launcher(program_of(made, plan(made, "AABA")), bodies_of(made), gpu)
     launcher.launch([torch.ones(1)], CALLER)
     a, b = "lane 1", "lane 2"
@@ -120,15 +120,10 @@ def test_every_lane_forks_from_the_caller_and_joins_it() -> None:
     assert launcher.streams == {LaneId(1): a, LaneId(2): b}
 
 
-def test_lanes_are_joined_where_a_body_fails() -> None:
+def test_lanes_are_joined_where_a_body_fails(gpu: FakeGpu) -> None:
     """The end of a capture would hide its error otherwise; the same program can be captured afterwards."""
     made = graph((), (), (0, 1))
-    bodies = bodies_of(made)
-
-    def fail(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        raise ZeroDivisionError
-
-    gpu = FakeGpu(units=2)
+    bodies, fail = bodies_of(made), raising(ZeroDivisionError())
     for each in range(3):
         launcher = Launcher(program_of(made, plan(made, "ABA")), [*bodies[:each], fail, *bodies[each + 1 :]], gpu)
         with pytest.raises(ZeroDivisionError):
@@ -138,10 +133,9 @@ def test_lanes_are_joined_where_a_body_fails() -> None:
     assert len(gpu.recordings) == 1 and not gpu.races
 
 
-def test_a_program_on_the_whole_device_is_launched_on_the_callers_stream() -> None:
-    """Without any event."""
+def test_a_program_on_the_whole_device_is_launched_on_the_callers_stream(gpu: FakeGpu) -> None:
+    """It needs no event."""
     made = graph((), (0,))
-    gpu = FakeGpu(units=2)
     Launcher(program_of(made, plan(made, "**")), bodies_of(made), gpu).launch([torch.ones(1)], CALLER)
     assert gpu.log == [("launch", CALLER), ("launch", CALLER)]
 
