@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 
 from apollo_compile.torch_bridge import cuda_private
-from apollo_compile.torch_bridge.cuda_private import (
-    clear_workspaces,
-    has_saved_tensor_hooks,
-    retains_graph,
-    units_left_out,
-)
+from apollo_compile.torch_bridge.cuda_private import clear_workspaces, units_left_out
 from tests.builders import in_threads
 
 
@@ -52,35 +46,6 @@ def test_threads_with_different_quotas_do_not_mix_them() -> None:
 
     in_threads(lambda number: work(8 * (number + 1)), 4)
     assert wrong == [] and left_out() is None
-
-
-def test_a_backward_knows_whether_its_graph_is_kept() -> None:
-    """Outside of one, nothing is."""
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            seen.append(retains_graph())
-            return gradients[0]
-
-    assert not retains_graph()
-    loss = Look.apply(torch.ones(1, requires_grad=True))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert seen == [True, False] and not retains_graph()
-
-
-def test_hooks_on_saved_tensors_are_seen() -> None:
-    """For as long as they are active."""
-    assert not has_saved_tensor_hooks()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert has_saved_tensor_hooks()
-    assert not has_saved_tensor_hooks()
 
 
 def test_workspaces_are_cleared_on_the_streams_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from apollo_compile.device.gpu.run.gpu import BodyFunction, Stream
 from apollo_compile.ir import Lane
 from apollo_compile.target.check_result import CheckResult, Level
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
+from tests.failures import raising
 
 SIZES = [*15 * [8], 12]
 CPU = torch.device("cpu")
@@ -228,10 +229,7 @@ def test_kernels_on_other_sms_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_experiment_that_raises_is_an_error_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that is refused, for one."""
     gpu = with_kernel(monkeypatch)
-
-    def refuse(*arguments: Any) -> CheckResult:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
+    refuse = raising(RuntimeError("operation not permitted when stream is capturing"))
     results = run_checks(gpu, {**SMALL, "dropout": refuse})  # type: ignore[arg-type]
     (bad,) = (result for result in results if result.level is Level.ERROR)
     assert (bad.subject, bad.message) == ("dropout", "RuntimeError: operation not permitted when stream is capturing")

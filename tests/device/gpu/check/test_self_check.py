@@ -108,18 +108,17 @@ def test_the_process_says_why_it_cannot_begin() -> None:
     assert "CUDA" in (made.complaint or "")
 
 
-def test_a_reason_names_the_gpu_and_the_check_that_failed(tmp_path: Path) -> None:
+FAILED = "the self-check of cuda:1 (Fake GPU) failed: dropout: equal masks"
+
+
+@pytest.mark.parametrize(("result", "reason"), [(BAD, FAILED), (WARNED, None)], ids=["an error", "a warning"])
+def test_a_reason_names_the_gpu_and_the_check_that_failed(
+    result: CheckResult, reason: str | None, tmp_path: Path
+) -> None:
     """It is read from what an earlier process kept."""
-    SelfChecks(tmp_path).find(MINE, lambda: verdict(FINE, BAD))
-    found = unavailable_reason(GPU, tmp_path)
-    assert found == "the self-check of cuda:1 (Fake GPU) failed: dropout: equal masks"
-
-
-def test_without_an_error_there_is_no_reason(tmp_path: Path) -> None:
-    """A warning is none."""
-    kept = verdict(FINE, WARNED)
+    kept = verdict(FINE, result)
     SelfChecks(tmp_path).find(MINE, lambda: kept)
-    assert unavailable_reason(GPU, tmp_path) is None
+    assert unavailable_reason(GPU, tmp_path) == reason
     assert check_gpu(GPU, tmp_path) == kept
 
 
@@ -134,9 +133,8 @@ def test_a_step_does_not_wait_until_a_slow_check_has_ended(tmp_path: Path) -> No
         )
         assert SelfChecks(tmp_path).read(MINE).content is None
     gate.write_text("")
-    wanted = "the self-check of cuda:1 (Fake GPU) failed: dropout: equal masks"
-    assert unavailable_reason(GPU, tmp_path, max_wait_s=900, command=slow) == wanted
-    assert unavailable_reason(GPU, tmp_path, max_wait_s=0, command=slow) == wanted
+    assert unavailable_reason(GPU, tmp_path, max_wait_s=900, command=slow) == FAILED
+    assert unavailable_reason(GPU, tmp_path, max_wait_s=0, command=slow) == FAILED
     assert SelfChecks(tmp_path).read(MINE).content is not None
 
 
@@ -192,8 +190,7 @@ def test_doctor_shows_the_verdict_and_its_age(
     results: tuple[CheckResult, ...], is_new: bool, level: Level, text: str, advice: str
 ) -> None:
     """In front of what was found."""
-    kept = replace(verdict(*results), made_at=1e9)
-    head, *rest = describe(kept, is_new=is_new)
+    head, *rest = describe(replace(verdict(*results), made_at=1e9), is_new=is_new)
     assert (head.subject, head.level, head.advice) == ("self-check", level, advice)
     assert head.message.startswith(text)
     assert [(each.subject, each.level) for each in rest] == [(each.subject, each.level) for each in results]
