@@ -16,6 +16,7 @@ from torch._inductor.cpp_builder import CppBuilder
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge import joined_code
 from tests.end_to_end.test_native_bodies import compile_each
+from tests.failures import raising
 
 Function = Callable[[torch.Tensor], tuple[torch.Tensor]]
 
@@ -86,10 +87,7 @@ def test_what_cannot_be_joined_is_compiled_all_the_same(
     problem: str, functions: Sequence[Function], compiled_files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A macro is known in all namespaces; some file systems have no links; joined code may not compile."""
-
-    def refuse(*_: object) -> None:
-        raise PermissionError("not permitted")
-
+    refuse = raising(PermissionError("not permitted"))
     match problem:
         case "a macro":
             monkeypatch.setattr(joined_code, "_ALONE", joined_code.re.compile("cos"))

@@ -124,8 +124,7 @@ def test_plain_sgd_on_a_cpu_is_not_fused_and_what_the_user_asked_for_stays(
     taken = []
     monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]))
     parameter = torch.nn.Parameter(torch.zeros(256, dtype=dtype))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, **settings)
-    OptimizerInParts(optimizer).step([parameter], [torch.ones_like(parameter)])
+    OptimizerInParts(torch.optim.SGD([parameter], lr=0.1, **settings)).step([parameter], [torch.ones_like(parameter)])
     assert taken[-1] is expected  # before it, the kernel itself is checked
 
 
@@ -143,8 +142,7 @@ def test_a_fused_kernel_that_is_wrong_is_not_chosen_and_a_warning_says_so(
     for _ in range(2):
         OptimizerInParts(optimizer).step([parameter], [torch.ones(2)])
     assert taken == [None, None] and parameter.tolist() == [-2.5, -2.5]
-    warnings_of_kernels = [each for each in caplog.messages if "fused kernel of SGD for torch.float32 on cpu" in each]
-    assert len(warnings_of_kernels) == 1
+    assert len([each for each in caplog.messages if "fused kernel of SGD for torch.float32 on cpu" in each]) == 1
 
 
 def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None:

@@ -99,8 +99,7 @@ def test_a_loaded_checkpoint_that_counts_on_the_host_makes_steps_loops() -> None
     """It has settings of its own, and the kernel would get the address of a number on the host."""
     optimizer = adamw(parameters())
     steps = stepper(optimizer)
-    other = adamw(parameters(), fused=None)
-    optimizer.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(adamw(parameters(), fused=None).state_dict())
     steps.refresh()
     assert "counts steps on the host" in (steps.reason_against() or "")
 
@@ -118,8 +117,7 @@ def test_state_is_not_made_in_a_capture() -> None:
 
 def test_a_group_may_be_empty() -> None:
     """As of parameters without weight decay, in a model that has none."""
-    optimizer = torch.optim.SGD([{"params": parameters(1)}, {"params": []}], lr=0.1)
-    stepper(optimizer)
+    stepper(torch.optim.SGD([{"params": parameters(1)}, {"params": []}], lr=0.1))
 
 
 @pytest.mark.parametrize(

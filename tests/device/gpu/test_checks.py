@@ -99,8 +99,7 @@ def test_replays_do_not_race(stand_in: StandIn) -> None:
     """A trunk behind two encoders, poisoned before every step, forward and backward."""
     outcome = checks.replays_do_not_race(DEVICE, count=6)
     assert outcome.is_met, outcome.text
-    assert len(stand_in.poisoned) == 2 * 6
-    assert not stand_in.num_races()
+    assert len(stand_in.poisoned) == 2 * 6 and not stand_in.num_races()
 
 
 def test_a_wrong_number_is_found(stand_in: StandIn) -> None:

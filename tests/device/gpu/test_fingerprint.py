@@ -14,7 +14,5 @@ def test_a_fingerprint_has_the_release_of_the_driver(tmp_path: Path) -> None:
     mine = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=release)
     assert (mine.device, mine.driver, mine.units) == ("Fake GPU", "580.82.07 (CUDA 13000)", 132)
     release.write_text("590.48.01\n", encoding="utf-8")
-    newer = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=release)
-    assert newer.driver == "590.48.01 (CUDA 13000)"
-    unknown = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=tmp_path / "none")
-    assert unknown.driver == "CUDA 13000"
+    assert gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=release).driver == "590.48.01 (CUDA 13000)"
+    assert gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=tmp_path / "none").driver == "CUDA 13000"

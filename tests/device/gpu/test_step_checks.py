@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +9,8 @@ import torch
 
 from benchmarks import gpu_step_checks as checks
 from tests.device.gpu.fake_gpu import FakeGpu
+from tests.device.gpu.test_checks import DEVICE
 from tests.device.gpu.test_steps import gpu, units  # noqa: F401
-
-DEVICE = SimpleNamespace(device=torch.device("cpu"))
-"""All that these checks ask of a GPU themselves."""
-
-PLAIN = {"runtime.bodies": "eager", "partition.granularity": "module"}
 
 
 @pytest.fixture
@@ -30,7 +25,8 @@ def check_steps(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: 
         return compile_step(model, loss_fn, optimizer, **others)
 
     monkeypatch.setattr(checks, "compile_step", compile_for_stand_in)
-    monkeypatch.setattr(checks, "STEP_OPTIONS", {**checks.STEP_OPTIONS, **PLAIN})
+    plain = {"runtime.bodies": "eager", "partition.granularity": "module"}
+    monkeypatch.setattr(checks, "STEP_OPTIONS", {**checks.STEP_OPTIONS, **plain})
     return checks.steps_are_those_of_the_loop
 
 

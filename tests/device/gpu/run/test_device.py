@@ -39,8 +39,7 @@ def test_a_device_says_what_it_is(stub: ctypes.CDLL) -> None:
     assert device.atom_sizes == [*15 * [8], 12]
     assert device.functions["cuGreenCtxStreamCreate"] and not device.functions["cuDevSmResourceSplit"]
     free, total = device.memory()
-    assert 0 < free < total
-    assert open_stub(stub) is device
+    assert 0 < free < total and open_stub(stub) is device
 
 
 def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDLL) -> None:

@@ -28,12 +28,8 @@ RIGHT = Lane(id=LaneId(2), units=tuple(range(96, 132)))
 @pytest.fixture
 def gpu(stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> TorchGpu:
     """Return the stub's device."""
-
-    def external(handle: int, device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(cuda_stream=handle)
-
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(cuda_stream=handle))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(
         "apollo_compile.device.gpu.run.gpu.open_device", lambda ordinal: _native.cuda_device(0, stub._name)
@@ -74,8 +70,7 @@ def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
     device, seen = gpu.sharing(sharing), []
     stream = device.lane_stream(LEFT)
     device.call(lambda inputs: seen.append(torch._C._get_sm_carveout_experimental()) or [], [], stream)  # type: ignore[func-returns-value]
-    assert seen == [left_out]
-    assert torch._C._get_sm_carveout_experimental() is None
+    assert seen == [left_out] and torch._C._get_sm_carveout_experimental() is None
 
 
 def test_captures_begin_on_a_stream_of_their_own(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,7 @@ def test_variants_of_a_model_copy_out_together(gpu: FakeGpu) -> None:
     held = train(pairs[0], 4, zeroed="before the forward", weight=weight)
     held = train(pairs[1], 4, zeroed="after the forward", weight=weight, held=held)
     train(pairs[0], 4, zeroed="after the forward", weight=weight, held=held)
-    assert not lends(gpu) and [each.num_replays for _, each in pairs] == [2 + 4, 2]
-    assert not gpu.races
+    assert not lends(gpu) and [each.num_replays for _, each in pairs] == [2 + 4, 2] and not gpu.races
 
 
 def test_with_other_ranks_gradients_are_copied_out(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

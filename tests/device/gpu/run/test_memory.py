@@ -60,8 +60,7 @@ def test_parameters_that_move_on_and_on_are_captured_less_and_less(gpu: FakeGpu)
 def test_a_backward_goes_with_its_forward(gpu: FakeGpu) -> None:
     """It reads what that saved, whose memory is used for other things now."""
     forward, backward = make_pair(gpu)
-    weights = [torch.randn(4) for _ in range(3)]
-    for weight in weights:
+    for weight in [torch.randn(4) for _ in range(3)]:
         step((forward, backward), weight, times=12)
     assert (forward.num_captures, backward.num_captures) == (3, 3)
     assert sorted(map(id, live(gpu))) == sorted(map(id, gpu.recordings[2:]))
@@ -86,19 +85,16 @@ def test_too_little_memory_for_a_capture_ends_captures_of_the_model_alone(
     """Of both of its graphs, with what they had captured; the run itself goes on, and the caller can ask."""
     other, other_weight = two_towers(gpu), torch.randn(4)
     run(other, other_weight, 4)
-    forward, backward = make_pair(gpu)
+    pair = forward, backward = make_pair(gpu)
     weight = torch.randn(4)
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        for number in range(6):
-            if number == 2:
-                gpu.fail_capture = None
-                _, kept = forward.run([torch.ones(4), weight])
-                gpu.fail_capture = torch.OutOfMemoryError("CUDA out of memory")
-                gradient = backward.run([kept, weight, torch.ones(4)])[0]
-                assert torch.equal(gradient, weight * weight)
-                del kept, gradient
-            else:
-                step((forward, backward), weight)
+        step(pair, weight, times=2)
+        _, kept = forward.run([torch.ones(4), weight])
+        gpu.fail_capture = torch.OutOfMemoryError("CUDA out of memory")
+        gradient = backward.run([kept, weight, torch.ones(4)])[0]
+        assert torch.equal(gradient, weight * weight)
+        del kept, gradient
+        step(pair, weight, times=3)
     assert [record.message for record in caplog.records] == [
         "test runs on lanes without a CUDA graph: OutOfMemoryError: CUDA out of memory"
     ]
@@ -191,8 +187,7 @@ def test_a_rehearsal_changes_nothing_that_anybody_sees(gpu: FakeGpu) -> None:
         torch.testing.assert_close(out, x * torch.rand(4) + x.sin())
     begin, end = gpu.log.index(("rehearse",)), gpu.log.index(("capture",))
     launched = [on for what, *on in gpu.log[begin:end] if what == "launch"]
-    assert launched == [["lane 1"], ["lane 2"], ["lane 1"]]
-    assert not gpu.races
+    assert launched == [["lane 1"], ["lane 2"], ["lane 1"]] and not gpu.races
 
 
 def test_what_a_rehearsal_finds_is_told_and_nothing_is_captured(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,8 +30,7 @@ def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> N
         x = torch.randn(4)
         saved, out = executable.run([x, weight])
         held.append(saved)
-        assert saved is x
-        assert torch.equal(out, (x * weight).sin())
+        assert saved is x and torch.equal(out, (x * weight).sin())
     assert executable.num_replays == 3
 
 
@@ -42,8 +41,7 @@ def test_a_kept_view_of_a_parameter_is_no_reason_to_wait(gpu: FakeGpu) -> None:
     held = []
     for _ in range(5):
         held.append(executable.run([torch.randn(4), weight]))
-    assert executable.num_replays == 3
-    assert all(torch.equal(kept, weight.view(2, 2)) for _, kept in held)
+    assert executable.num_replays == 3 and all(torch.equal(kept, weight.view(2, 2)) for _, kept in held)
 
 
 def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
@@ -83,8 +81,7 @@ def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:
         _, kept = forward.run([torch.randn(4), weight])
         held.append((backward.run([kept, weight, tangent])[1], tangent.view(2, 2)))
         del kept
-    assert backward.num_replays == 4
-    assert all(torch.equal(found, wanted) for found, wanted in held)
+    assert backward.num_replays == 4 and all(torch.equal(found, wanted) for found, wanted in held)
 
 
 def test_an_input_whose_elements_share_memory_cannot_be_copied_into(gpu: FakeGpu) -> None:

@@ -15,6 +15,7 @@ import torch
 from apollo_compile.device.gpu.run import torch_capture
 from apollo_compile.device.gpu.run.live_captures import LiveCaptures
 from apollo_compile.torch_bridge import cuda_private
+from tests.failures import raising
 
 DEVICE = torch.device("cuda", 0)
 
@@ -170,13 +171,9 @@ def test_a_rehearsal_without_memory_is_repeated_once_with_an_empty_cache(fake: T
 
 def test_what_work_raises_in_a_capture_that_ends_well_comes_out(fake: Torch) -> None:
     """Its memory is released, and other captures are not affected."""
-
-    def fail(origin: Any) -> None:
-        raise ZeroDivisionError("a body's own")
-
     captures = LiveCaptures()
     with pytest.raises(ZeroDivisionError, match="a body's own"):
-        fake.capture(captures, fail)
+        fake.capture(captures, raising(ZeroDivisionError("a body's own")))
     assert fake.log == ["clear [1, 2]", "begin in pool 7 on origin", "end", "reset", "clear [1, 2]"]
     assert captures.why_off is None and fake.stream == "caller"
 
@@ -195,8 +192,7 @@ def test_a_capture_that_fails_is_forgotten_by_torch(
     if recovers:
         assert ours == ["clear [1, 2]"] and captures.why_off is None and not caplog.records
         return
-    forgotten = ["allocate no more from 7", "release 7"]
-    assert ours == [*forgotten, "begin in pool None on origin", "end", "clear [1, 2]"]
+    assert ours == ["allocate no more from 7", "release 7", "begin in pool None on origin", "end", "clear [1, 2]"]
     assert captures.why_off is not None
     assert f"a capture of a CUDA graph failed (RuntimeError: no {where}), from which torch" in captures.why_off
     assert len(caplog.records) == 1 and "lanes are off for the rest of this process" in caplog.text
@@ -215,11 +211,7 @@ def test_a_generator_that_no_capture_mends_is_replaced(fake: Torch) -> None:
 def test_what_broke_a_capture_is_told_rather_than_that_it_did(fake: Torch) -> None:
     """Torch's message at the end says only that something came before."""
     fake.fails["end"] = 1
-
-    def wait(origin: Any) -> None:
-        raise ValueError("operation not permitted when stream is capturing")
-
     captures = LiveCaptures()
     with pytest.raises(ValueError, match="not permitted"):
-        fake.capture(captures, wait)
+        fake.capture(captures, raising(ValueError("operation not permitted when stream is capturing")))
     assert captures.why_off is not None and "(ValueError: operation not permitted" in captures.why_off
