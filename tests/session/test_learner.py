@@ -11,53 +11,16 @@ from typing import Any, cast
 import pytest
 
 from apollo_compile.config import load_config
-from apollo_compile.ir import BodyId, Span, Trace, Variant
+from apollo_compile.ir import BodyId
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS, Learner
 from apollo_compile.session.variants import Variants
-from apollo_compile.target.compilation import Compilation
-from apollo_compile.target.target import Code
 from tests.reports.test_summary import compilation
-
-CODE = Code(bodies=())
-
-
-class Program:
-    """A program whose segments take what the device says."""
-
-    def __init__(self, made: Compilation, device: Device) -> None:
-        self.made, self.device, self.num_runs = made, device, 0
-
-    def run(self, inputs: list[Any]) -> list[Any]:
-        """Count it."""
-        self.num_runs += 1
-        return inputs
-
-    def trace(self) -> Trace:
-        """Return a span for each segment, as long as the device takes."""
-        spans = tuple(
-            Span(segment=each.segment, lane=each.lane, start_ns=10**6 * each.segment, end_ns=end, core=-1)
-            for each in self.made.plan.assignments
-            for end in [10**6 * each.segment + round(self.device.factor * each.duration_ns)]
-        )
-        return Trace(spans=spans, duration_ns=10**7)
+from tests.session.test_variants import CODE, Device
 
 
-class Device:
-    """A device that takes `factor` times as long as every plan says."""
-
-    captures, has_spans = False, True
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def load(self, made: Compilation, code: Code, variant: Variant) -> Program:
-        """Load a program."""
-        return Program(made, self)
-
-
-def learner_on(device: Any, *, pinned: bool = False, strict: bool = False) -> tuple[Learner, Variants]:
-    """Return what learns of a diamond, whose segments have a body each."""
-    made = compilation()
+def learner_on(factor: float, *, pinned: bool = False, strict: bool = False) -> tuple[Learner, Variants]:
+    """Return what learns of a diamond, whose segments have a body each and take `factor` times as long as planned."""
+    made, device = compilation(), cast(Any, Device(factor=factor))
     graph = made.partition.graph
     own = tuple(replace(each, body=BodyId(each.id)) for each in graph.segments)
     partition = replace(made.partition, graph=replace(graph, segments=own))
@@ -79,9 +42,10 @@ def run_until_settled(learner: Learner, variants: Variants) -> int:
     return num_runs
 
 
-def test_a_plan_whose_durations_hold_is_final_after_the_first_runs() -> None:
-    """The first is cold, and no measurement."""
-    learner, variants = learner_on(Device(1.0))
+@pytest.mark.parametrize(("factor", "pinned"), [(1.0, False), (3.0, True)], ids=["its durations hold", "the user's"])
+def test_a_plan_that_stays_is_final_after_the_first_runs(factor: float, pinned: bool) -> None:
+    """The first run is cold, and no measurement. A plan of the user stays however wrong its durations are."""
+    learner, variants = learner_on(factor, pinned=pinned)
     assert learner.is_cold
     assert run_until_settled(learner, variants) == SKIPPED_RUNS + OBSERVED_RUNS
     assert not learner.is_cold and learner.num_replans == 0
@@ -90,7 +54,7 @@ def test_a_plan_whose_durations_hold_is_final_after_the_first_runs() -> None:
 
 def test_a_plan_whose_durations_are_wrong_is_made_again_a_few_times() -> None:
     """With the measured ones, which are wrong again on this device."""
-    learner, variants = learner_on(Device(3.0))
+    learner, variants = learner_on(3.0)
     first = variants.compilation
     assert run_until_settled(learner, variants) == (1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)
     assert learner.num_replans == MAX_REPLANS
@@ -98,17 +62,10 @@ def test_a_plan_whose_durations_are_wrong_is_made_again_a_few_times() -> None:
     assert variants.compilation.observations.entries
 
 
-def test_a_plan_of_the_user_stays() -> None:
-    """However wrong its durations are."""
-    learner, variants = learner_on(Device(3.0), pinned=True)
-    assert run_until_settled(learner, variants) == SKIPPED_RUNS + OBSERVED_RUNS
-    assert learner.num_replans == 0
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_plan_that_cannot_be_measured_is_kept(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     """One warning says why, and nothing is tried again; a defect is raised where the user wants that."""
-    learner, variants = learner_on(Device(3.0), strict=strict)
+    learner, variants = learner_on(3.0, strict=strict)
     cast(Any, variants.plan).trace = lambda: [][0]
     if strict:
         with pytest.raises(IndexError):

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from apollo_compile.ir import Variant
+from apollo_compile.ir import Span, Trace, Variant
 from apollo_compile.session.variants import Variants
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.target import Code, CompiledBody, Target
@@ -19,9 +19,11 @@ CODE = Code(bodies=(CompiledBody(function=lambda inputs: inputs),))
 
 @dataclass(eq=False)
 class Program:
-    """Answers with its own name."""
+    """Answers with its own name; its segments take `factor` times as long as its plan says."""
 
     name: str
+    made: Compilation
+    factor: float
     num_runs: int = 0
     num_releases: int = 0
 
@@ -34,12 +36,23 @@ class Program:
         """Count it."""
         self.num_releases += 1
 
+    def trace(self) -> Trace:
+        """Return a span for each segment, a millisecond after the one before."""
+        spans = tuple(
+            Span(segment=each.segment, lane=each.lane, start_ns=start, end_ns=start + taken, core=-1)
+            for each in self.made.plan.assignments
+            for start, taken in [(10**6 * each.segment, round(self.factor * each.duration_ns))]
+        )
+        return Trace(spans=spans, duration_ns=10**7)
+
 
 @dataclass
 class Device:
-    """Loads programs that answer with their names."""
+    """Loads programs that answer with their names, and takes `factor` times as long as plans say."""
 
     captures: bool = False
+    factor: float = 1.0
+    has_spans: bool = True
     loaded: list[tuple[Variant, int]] = field(default_factory=list)
     """Variant and number of lanes of what was loaded."""
 
@@ -47,7 +60,7 @@ class Device:
         """Load a program."""
         assert code is CODE
         self.loaded.append((variant, len({each.lane for each in made.plan.assignments})))
-        return Program(f"{variant} {len(self.loaded)}")
+        return Program(f"{variant} {len(self.loaded)}", made, self.factor)
 
 
 def variants_on(device: Device, letters: str = "*AB*") -> Variants:
@@ -56,7 +69,7 @@ def variants_on(device: Device, letters: str = "*AB*") -> Variants:
 
 
 def test_the_plan_runs_first_and_the_others_are_loaded_when_used() -> None:
-    """The serial plan, made from the same costs, has one lane."""
+    """The serial plan, made from the same costs, has one lane. It goes on running whatever the plan is replaced by."""
     device = Device()
     variants = variants_on(device)
     assert variants.available == (Variant.PLAN, Variant.SERIAL)
@@ -66,6 +79,10 @@ def test_the_plan_runs_first_and_the_others_are_loaded_when_used() -> None:
         variants.use(Variant.SERIAL)
     assert device.loaded[1:] == [(Variant.SERIAL, 1)]
     assert (variants.current, variants.run([])) == (Variant.SERIAL, [f"{Variant.SERIAL} 2"])
+    variants.adopt(compilation("*BA*"))
+    assert variants.run([]) == [f"{Variant.SERIAL} 2"]
+    variants.use(Variant.PLAN)
+    assert variants.run([]) == ["plan 3"]
 
 
 def test_a_plan_on_one_lane_is_the_serial_variant() -> None:
@@ -73,28 +90,16 @@ def test_a_plan_on_one_lane_is_the_serial_variant() -> None:
     device = Device()
     variants = variants_on(device, "****")
     variants.use(Variant.SERIAL)
-    assert variants.available == (Variant.SERIAL,)
-    assert len(device.loaded) == 1
+    assert variants.available == (Variant.SERIAL,) and len(device.loaded) == 1
     capturing = Device(captures=True)
     variants_on(capturing, "****").use(Variant.SERIAL)
     assert [variant for variant, _ in capturing.loaded] == [Variant.PLAN, Variant.SERIAL]
 
 
-def test_a_new_plan_replaces_the_plan_only() -> None:
-    """What runs goes on running, whatever the plan is."""
-    device = Device()
-    variants = variants_on(device)
-    variants.use(Variant.SERIAL)
-    variants.adopt(compilation("*BA*"))
-    assert variants.run([]) == [f"{Variant.SERIAL} 2"]
-    variants.use(Variant.PLAN)
-    assert variants.run([]) == ["plan 3"]
-
-
 def test_losers_release_their_memory() -> None:
     """But not what another kept variant is too."""
     variants = variants_on(Device())
-    whole = Program("whole")
+    whole = Program("whole", compilation(), 1.0)
     variants.add(Variant.INDUCTOR, cast(Any, whole))
     variants.release_others({Variant.PLAN})
     assert (whole.num_releases, cast(Any, variants.plan).num_releases) == (1, 0)
