@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,11 +22,12 @@ from apollo_compile.config import load_config
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Role
 from apollo_compile.session import compile as session_compile
-from apollo_compile.session import planning, registry
+from apollo_compile.session import registry
 from apollo_compile.session.planning import reason_to_fall_back
 from apollo_compile.target.compilation import Compilation
-from apollo_compile.torch_bridge import bodies, joint_passes
+from apollo_compile.torch_bridge import bodies
 from tests.end_to_end.models import STRICT, assert_trains_as_in_eager, train
+from tests.failures import raising
 
 SIZES_BY_DATA = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 USUAL = {"debug.strict": True, "plan.remember": False, "partition.granularity": "module"}
@@ -188,8 +188,7 @@ def test_modes_and_options_of_inductor_reach_the_bodies_of_segments(monkeypatch:
     options = {**STRICT, "plan.remember": False, "inductor.cpp.simdlen": 1, "inductor.max_autotune": False}
     options["mode"] = "max-autotune-no-cudagraphs"
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(8, 8)
-    run = torch.compile(model, backend="apollo", options=options)
-    output = run(x)
+    output = torch.compile(model, backend="apollo", options=options)(x)
     assert seen and set(seen) == {(False, False, True, 1)}
     output.square().mean().backward()
     assert set(seen) == {(False, False, True, 1), (True, False, True, 1)}
@@ -245,23 +244,30 @@ def test_a_backward_of_a_fallback_uses_up_what_was_saved_as_torchs_does() -> Non
     assert twice("apollo", options=USUAL) == twice("inductor")
 
 
-@pytest.mark.parametrize(("room", "name"), [(joint_passes, "keep_reads"), (planning, "compile_partition")])
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("torch_bridge.joint_passes.keep_reads", "falls back to torch.compile: "),
+        ("session.planning.compile_partition", "falls back to torch.compile: "),
+        ("session.backend.find_break", "torch.compile alone runs a graph, since apollo failed: "),
+    ],
+    ids=["a pass over the graph", "planning", "the backend"],
+)
 def test_a_defect_of_ours_is_no_end_of_training(
-    room: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In planning or outside of it, such as in a pass over the graph: it is one warning and a fallback."""
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise ValueError("a defect")
-
-    monkeypatch.setattr(room, name, fail)
+    """It is one warning and a fallback, wherever it is; whoever asks for defects gets it raised."""
+    monkeypatch.setattr(f"apollo_compile.{place}", raising(ValueError("a defect")))
     model = Product()
     x = a_batch(model)
     loss = lambda run: run(x).square().mean()  # noqa: E731
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
         assert_trains_as_in_eager(model, loss, steps=2, backend="apollo", options={"plan.remember": False})
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "falls back to torch.compile: ValueError: a defect" in line
+    assert f"{says}ValueError: a defect" in line
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="ValueError: a defect"):
+        torch.compile(model, backend="apollo", options=USUAL)(x)
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
@@ -290,9 +296,7 @@ def test_a_backward_that_inductor_compiles_alone_reuses_no_memory(
     monkeypatch.setattr(session_compile, "plan_graph", refuse_backward)
     torch.manual_seed(0)
     weight, x, gradient = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64), torch.randn(64, 64)
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return (x @ weight).sin()
+    function = lambda x: (x @ weight).sin()  # noqa: E731
 
     def gradients(run: Callable[..., torch.Tensor], count: int) -> list[torch.Tensor]:
         output = run(x)
