@@ -34,6 +34,14 @@ class Busy(nn.Module):
         return y
 
 
+class Moving(Busy):
+    """Busy, and writes to a parameter too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
 class Halves(nn.Module):
     """Two layers that have nothing to do with each other, of operators that need no C++ compiler."""
 
@@ -54,16 +62,18 @@ class Scaled(nn.Linear):
         return y * y.sum().item()
 
 
-def test_nothing_of_a_model_changes() -> None:
+@pytest.mark.parametrize("through_method", [False, True], ids=["module", "method"])
+def test_nothing_of_a_model_changes(through_method: bool) -> None:
     """Parameters, gradients, buffers, attributes, mode, inputs, random state; and later compiles see static shapes."""
-    model, x = Busy(), torch.randn(4, 8)
+    model, x = Moving(), torch.randn(4, 8)
+    called = model.forward if through_method else model
     model.linear.weight.grad = torch.ones(8, 8)
     state = copy.deepcopy(model.state_dict())
     before = torch.get_rng_state()
     versions = [parameter._version for parameter in model.parameters()]
     kept = x.clone()
-    report = explain(model, (x,), options=GREEDY)
-    explain(model, (torch.randn(3, 8, generator=torch.Generator()),), options=GREEDY)
+    report = explain(called, (x,), options=GREEDY)
+    explain(called, (torch.randn(3, 8, generator=torch.Generator()),), options=GREEDY)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert [parameter._version for parameter in model.parameters()] == versions
@@ -146,8 +156,7 @@ def test_a_chain_runs_in_segments_where_they_are_code_of_their_own(bodies: str, 
     chain, x = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), torch.ones(512, 1024)
     with torch.no_grad():
         (graph,) = explain(chain, (x,), options={**GREEDY, "runtime.bodies": bodies}).graphs
-    assert graph.variant == variant
-    assert {segment.lane for segment in graph.segments} == {0}
+    assert graph.variant == variant and {segment.lane for segment in graph.segments} == {0}
 
 
 class FourTowers(nn.Module):
@@ -189,25 +198,7 @@ def test_what_cannot_be_planned_is_one_error() -> None:
         apollo_compile.report(torch.ones(2))  # type: ignore[arg-type]
 
 
-class Moving(Busy):
-    """Busy, and writes to a parameter too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.linear.weight.data.mul_(0.5)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("through_method", [False, True])
-def test_what_a_forward_writes_is_written_to_a_copy(through_method: bool) -> None:
-    """Parameters and buffers, whether the module is called or one of its methods."""
-    model = Moving()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    explain(model.forward if through_method else model, (torch.randn(4, 8),))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 def test_a_plan_that_cannot_be_made_is_a_reason() -> None:
     """The backend would fall back, and so does the dry run."""
     report = explain(nn.Linear(64, 64), (torch.randn(8, 64),), options={"plan.memory_quota": 1})
-    assert all("InfeasiblePlanError" in reason for _, reason in report.fallbacks)
-    assert report.fallbacks
+    assert report.fallbacks and all("InfeasiblePlanError" in reason for _, reason in report.fallbacks)

@@ -17,6 +17,7 @@ from apollo_compile.torch_bridge import whole
 from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
+from tests.failures import raising
 from tests.session.trained import AUTOTUNED, ENOUGH, compiled_towers
 
 pytestmark = needs_two_cores
@@ -27,11 +28,7 @@ def test_a_rival_that_does_not_compile_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, and training goes on."""
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(session_compile, "compile_again", fail)
+    monkeypatch.setattr(session_compile, "compile_again", raising(RuntimeError("no compiler")))
     run, inputs, found = compiled_towers(**{"debug.strict": False, "plan.compile_share": 1e6})
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
         for _ in range(ENOUGH):
@@ -90,11 +87,7 @@ def test_a_comparison_that_fails_leaves_the_plan_running(
     while forward.variant == Variant.PLAN:
         run(*inputs).square().mean().backward()
     assert forward.variant == backward.variant != Variant.PLAN  # the turn of the segments
-
-    def fail() -> None:
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(found.tuner.tuner, "begin_step", fail)
+    monkeypatch.setattr(found.tuner.tuner, "begin_step", raising(RuntimeError("a defect")))
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
         for _ in range(3):
             run(*inputs).square().mean().backward()

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.ir import BodyId, CostTable, Observation, Observations, Plan, SegmentGraph, SegmentId, Span, Trace
-from apollo_compile.planner.problem import ExecutionMode as TaskMode
-from apollo_compile.planner.problem import Interference, Problem, Task, TaskSchedule
+from apollo_compile.planner.problem import Interference, TaskSchedule
 from apollo_compile.planner.simulate import execute
 from apollo_compile.session.monitor import (
     LEAST_WEIGHT,
@@ -21,7 +20,7 @@ from apollo_compile.session.monitor import (
     should_replan,
 )
 from apollo_compile.target.lanes import lane_catalogue
-from tests.builders import costs, graph, plan
+from tests.builders import a_task, costs, graph, on_halves, plan
 
 
 def _graph(*bodies: int) -> SegmentGraph:
@@ -85,8 +84,7 @@ def test_steady_noise_settles_near_the_median(seed: int) -> None:
     rng = random.Random(seed)
     durations = [round(1_000_000 * rng.uniform(0.95, 1.05)) for _ in range(50)]
     entry = _watch(durations)
-    assert entry.count == 50
-    assert entry.median_ns == pytest.approx(statistics.median(durations), rel=0.05)
+    assert entry.count == 50 and entry.median_ns == pytest.approx(statistics.median(durations), rel=0.05)
 
 
 def test_a_cold_first_run_is_forgotten() -> None:
@@ -118,18 +116,9 @@ def test_what_a_neighbour_cost_is_taken_out() -> None:
 def test_neighbours_cost_what_the_simulator_says() -> None:
     """Measuring an executed schedule gives back the durations it was made from."""
     slowdown = ((1.1, 1.2), (1.3, 1.9))
-    problem = Problem(
-        tasks=tuple(
-            Task(
-                modes=(TaskMode(duration=50), TaskMode(lane=lane, duration=100_000, memory_share=0.4)), predecessors=()
-            )
-            for lane in (1, 2)
-        ),
-        lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
-        atom_sizes=(1, 1),
-        interference=Interference(slowdown=slowdown),
-    )
-    execution = execute(problem, TaskSchedule(modes=(1, 1), starts=(0, 0), makespan=100_000))
+    tasks = 2 * [a_task(50, 100_000, 100_000, memory_share=0.4)]
+    problem = on_halves(tasks, interference=Interference(slowdown=slowdown))
+    execution = execute(problem, TaskSchedule(modes=(1, 2), starts=(0, 0), makespan=100_000))
     plan = _plan("AB")
     trace = _trace(plan, *(end - start for start, end in zip(execution.starts, execution.ends, strict=True)))
     table = _costs(100_000, 100_000, share=0.4, slowdown=slowdown)
@@ -150,5 +139,4 @@ def test_a_plan_stands_until_its_durations_are_wrong() -> None:
 
 def test_plans_with_the_same_lanes_and_order_are_the_same_placement() -> None:
     """Times do not matter."""
-    assert is_same_placement(_plan("AB"), _plan("AB"))
-    assert not is_same_placement(_plan("AB"), _plan("BA"))
+    assert is_same_placement(_plan("AB"), _plan("AB")) and not is_same_placement(_plan("AB"), _plan("BA"))

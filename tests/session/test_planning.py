@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks, RankStore
 from apollo_compile.errors import RankError
 from apollo_compile.session import backend, registry
+from apollo_compile.session.model import CompiledModel
 from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
 
 QUICK = {**STRICT, "plan.planner": "greedy", "plan.time_limit_s": 0.1}
@@ -38,22 +38,17 @@ class Meddler:
         return f"{__version__}\n{json.dumps(decision)}".encode()
 
 
-def follow(store: RankStore, monkeypatch: pytest.MonkeyPatch, steps: int, **options: object) -> tuple[Any, list[str]]:
-    """Train two towers as a rank; return per step the plan of every graph that it ran, and reasons of fallbacks."""
+def follow(store: RankStore, monkeypatch: pytest.MonkeyPatch, **options: object) -> CompiledModel:
+    """Train two towers as a rank; return what was compiled for them."""
     torch._dynamo.reset()
-    ranks = Ranks(store)
-    torch.manual_seed(0)
-    model, inputs = TwoTowers(), two_tower_inputs()
-    seen = []
+    ranks, model = Ranks(store), TwoTowers()
     with monkeypatch.context() as patched:
         patched.setattr(backend, "find_ranks", lambda: ranks)
         run = torch.compile(model, backend="apollo", options={**LENIENT, **options})
-        run(*inputs).square().mean().backward()
-        (entry,) = registry.find_models(model)
-        for _ in range(steps):
-            run(*inputs).square().mean().backward()
-            seen.append([graph.compilation.plan for graph in entry.graphs])
-    return seen, [reason for _, reason in entry.fallbacks]
+        for _ in range(2):
+            run(*two_tower_inputs()).square().mean().backward()
+    (found,) = registry.find_models(model)
+    return found
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -64,24 +59,21 @@ def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_
     store = dist.HashStore()
     with monkeypatch.context() as patched:
         patched.setattr("apollo_compile.distributed.agreement.MAX_BYTES", 100)
-        _, first = follow(store, monkeypatch, steps=0)
-    _, second = follow(store, monkeypatch, steps=0)
-    assert first == second != []
-    assert all("is too large for the store in which ranks agree on it" in reason for reason in first)
+        first = follow(store, monkeypatch).fallbacks
+    assert first == follow(store, monkeypatch).fallbacks != []
+    assert all("is too large for the store in which ranks agree on it" in reason for _, reason in first)
 
 
 def test_a_plan_from_a_file_is_that_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the file is damaged on one rank, that one has a line about it, and runs what the first rank has read."""
     dump, store = tmp_path / "dump", dist.HashStore()
-    follow(dist.HashStore(), monkeypatch, steps=0, **{"plan.planner": "serial", "debug.dump": dump})
+    follow(dist.HashStore(), monkeypatch, **{"plan.planner": "serial", "debug.dump": dump})
     (file,) = dump.glob("*_forward/plan.json")
     damaged = tmp_path / "damaged.json"
     damaged.write_text("{")
-    first, second = (follow(store, monkeypatch, steps=1, **{"plan.file": path})[0][0][0] for path in (file, damaged))
+    ranks = [follow(store, monkeypatch, **{"plan.file": path}) for path in (file, damaged)]
+    first, second = (rank.graphs[0].compilation.plan for rank in ranks)
     assert first == second and first.pinned
-
-
-OTHER_LANES = "the plan of another rank is for lanes with"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +81,7 @@ OTHER_LANES = "the plan of another rank is for lanes with"
     [
         ("{", "JSONDecodeError"),
         ('{"costs": {"modes": [], "handover_ns": 0}, "plan": null}', "ValueError"),
-        ("other lanes", OTHER_LANES),
+        ("other lanes", "the plan of another rank is for lanes with"),
     ],
 )
 def test_a_rank_that_cannot_run_the_plan_of_all_stops(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,13 +42,9 @@ def test_a_call_changes_the_copy_only() -> None:
     model, x = Counting(), torch.randn(2, 4)
     private = PrivateCopy(model)
     private.run(x).sum().backward()
-    assert model.calls == 0
-    assert model.log == []
-    assert model.linear.weight.grad is None
+    assert (model.calls, model.log, model.linear.weight.grad) == (0, [], None)
     copied: Any = private.run
-    assert copied.calls == 1
-    assert copied.log == [2]
-    assert copied.again is copied.linear
+    assert (copied.calls, copied.log) == (1, [2]) and copied.again is copied.linear
     assert copied.linear.weight.data_ptr() == model.linear.weight.data_ptr()
     assert torch.equal(copied(x), model(x))
 

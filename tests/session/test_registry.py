@@ -174,8 +174,7 @@ def test_variants_of_a_model_are_those_of_all_its_graphs_and_what_never_ran_deci
     assert registry.variants_of(layer) == [Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR]
     assert registry.is_settled(layer)
     busy = Known(storages=own, stage=Stage.MEASURING)
-    assert not registry.is_settled(layer)
-    assert registry.find_models(layer) == [first, idle, busy]
+    assert not registry.is_settled(layer) and registry.find_models(layer) == [first, idle, busy]
 
 
 def test_graphs_of_a_call_are_counted_by_their_code() -> None:

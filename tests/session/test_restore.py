@@ -13,9 +13,10 @@ from apollo_compile.ir import Variant
 from apollo_compile.session import bodies, registry
 from apollo_compile.session import compile as session_compile
 from apollo_compile.torch_bridge import serialize
-from apollo_compile.torch_bridge.serialize import BundledBody, bundle_body
+from apollo_compile.torch_bridge.serialize import bundle_body
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.failures import raising
 from tests.session.trained import hits, training_of, warm
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -23,12 +24,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 def forbid_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test fail if a graph is planned or compiled."""
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("planned or compiled again")
-
     for room, name in ((session_compile, "plan_graph"), (bodies, "compile_bodies"), (session_compile, "compile_whole")):
-        monkeypatch.setattr(room, name, fail)
+        monkeypatch.setattr(room, name, raising(AssertionError("planned or compiled again")))
 
 
 class Normalized(nn.Module):
@@ -94,8 +91,7 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
     got, second = training_of(model, *inputs, **options)
     assert hits() == (2, 2)
     assert_same_training(expected, got)
-    reasons = [reason for _, reason in first.fallbacks]
-    assert [reason for _, reason in second.fallbacks] == reasons
+    assert [reason for _, reason in second.fallbacks] == [reason for _, reason in first.fallbacks]
     assert [found.partition.graph.segments for found in second.unprofitable] == [
         found.partition.graph.segments for found in first.unprofitable
     ]
@@ -136,15 +132,10 @@ def test_a_damaged_bundle_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> N
     """Whatever is wrong with it, the graph runs; the next process makes a bundle that is right."""
     model, inputs, options = TwoTowers(), two_tower_inputs(), {"debug.strict": False}
     training_of(model, *inputs, **options)
-
-    def fail(bundled: BundledBody) -> None:
-        raise OSError("damaged")
-
     with monkeypatch.context() as patch:
-        patch.setattr(serialize, "unbundle_body", fail)
+        patch.setattr(serialize, "unbundle_body", raising(OSError("damaged")))
         training, found = training_of(model, *inputs, **options)
-    assert hits() == (0, 2)
-    assert len(found.graphs) == 2
+    assert hits() == (0, 2) and len(found.graphs) == 2
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
     for expected in ((0, 3), (1, 3)):
         training_of(model, *inputs, **options)
