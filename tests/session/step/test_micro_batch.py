@@ -31,8 +31,7 @@ def code_of(taken: str, made: str, **contract: Any) -> GraphCode:
     buffers = tuple(replace(buffer, name=name, is_output=name in makes) for buffer, name in named)
     number_of = {each.name: each.id for each in buffers}
     outputs = tuple(None if name == "-" else number_of[name] for name in made.split())
-    graph = replace(written, buffers=buffers, outputs=outputs)
-    partition = Partition(graph=graph, bodies=(), nodes_by_segment=())
+    partition = Partition(graph=replace(written, buffers=buffers, outputs=outputs), bodies=(), nodes_by_segment=())
     return GraphCode(compilation=cast(Compilation, SimpleNamespace(partition=partition)), contract=Contract(**contract))
 
 

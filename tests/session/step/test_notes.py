@@ -30,8 +30,7 @@ def test_a_loop_runs_the_graph_and_learns_where_the_loss_is() -> None:
     assert (notes.latest, graph.loss, graph.dtypes) == (graph, 1, [torch.float32, torch.float32])
     del batch
     gc.collect()
-    assert alive() is None
-    assert graph.inputs[0] is WEIGHT
+    assert alive() is None and graph.inputs[0] is WEIGHT
     notes.begin_loop(1, 1)
     assert notes.latest is None
 
@@ -44,8 +43,7 @@ def test_a_graph_outlives_its_step() -> None:
     assert graph.outcomes == {1: "a reason"}
     del notes
     gc.collect()
-    assert graph.outcomes == {}
-    assert graph(WEIGHT, torch.ones(2))[1] == 2
+    assert graph.outcomes == {} and graph(WEIGHT, torch.ones(2))[1] == 2
 
 
 def test_a_graph_that_is_refused_holds_no_tensor_of_the_model() -> None:

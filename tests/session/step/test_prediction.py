@@ -41,8 +41,7 @@ def test_a_step_is_planned_without_training_as_it_will_be() -> None:
     settings = {"microbatches": 2, "clip_grad_norm": 1.0, "options": EAGER}
     planned = explain_step(model, chain_loss, chain_batch(0), own, **settings)
     torch.testing.assert_close(state_of(model), before, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not own.state
+    assert all(parameter.grad is None for parameter in model.parameters()) and not own.state
     step = compile_step(model, chain_loss, own, **settings)
     for seed in range(2):
         step(chain_batch(seed))

@@ -59,8 +59,7 @@ def test_outputs_are_combined_by_their_kind() -> None:
 def test_one_micro_batch_returns_what_it_returned_and_none_nothing() -> None:
     """Neither is combined."""
     returned = object()
-    assert Outputs([returned], [1.0]).combined is returned
-    assert Outputs().combined is None
+    assert Outputs([returned], [1.0]).combined is returned and Outputs().combined is None
 
 
 def test_other_structures_are_refused() -> None:

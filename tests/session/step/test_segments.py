@@ -43,14 +43,6 @@ def run(segment: OneSegment, *taken: torch.Tensor) -> list[torch.Tensor]:
     return made
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_sums_are_those_of_autograd(group: GradientGroup) -> None:
-    """Earlier gradients first."""
-    earlier, later = gradients_of(0), gradients_of(1)
-    made = run(add_gradients(group), *(earlier[place] for place in group.sizes), *(later[p] for p in group.sizes))
-    assert all(torch.equal(m, earlier[p] + later[p]) for m, p in zip(made, group.sizes, strict=True))
-
-
 def test_a_collective_runs_on_the_network() -> None:
     """The planner puts it on a lane without units; what it makes may have other sizes, as shards have."""
     gradients = gradients_of(0)
@@ -61,26 +53,29 @@ def test_a_collective_runs_on_the_network() -> None:
 
 @pytest.mark.parametrize("limit", [0.1, 1000.0])
 @pytest.mark.parametrize("is_stepped", [True, False])
-def test_clipping_and_updating_in_groups_is_clipping_and_updating_at_once(limit: float, is_stepped: bool) -> None:
-    """Bit by bit: norms are added up in the order of the parameters."""
+def test_adding_clipping_and_updating_in_groups_is_doing_so_at_once(limit: float, is_stepped: bool) -> None:
+    """The bits are the same, since norms are added up in the order of the parameters."""
+    earlier, later = gradients_of(0), gradients_of(1)
     parameters = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
     expected = copy.deepcopy(parameters)
-    for parameter, gradient in zip(expected, gradients_of(0), strict=True):
-        parameter.grad = gradient
+    for parameter, one, other in zip(expected, earlier, later, strict=True):
+        parameter.grad = one + other
     torch.nn.utils.clip_grad_norm_(expected, limit)
     if is_stepped:
         torch.optim.SGD(expected, lr=0.1, momentum=0.9).step()
     optimizer = OptimizerInParts(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) if is_stepped else None
 
-    gradients = gradients_of(0)
+    gradients: dict[int, torch.Tensor] = {}
+    for group in GROUPS:
+        taken = [each[place] for each in (earlier, later) for place in group.sizes]
+        gradients.update(zip(group.sizes, run(add_gradients(group), *taken), strict=True))
     norms = [run(measure_gradients(group), *(gradients[place] for place in group.sizes))[0] for group in GROUPS]
     (factor,) = run(limit_gradients(GROUPS, order=range(4), limit=limit), *norms)
     for group in GROUPS:
         own = [gradients[place] for place in group.sizes]
         written = [parameters[place] for place in group.sizes] if is_stepped else []
         segment = update_parameters(group, dict(enumerate(parameters)), optimizer, is_clipped=True)
-        clipped = run(segment, *written, *own, factor)
-        for place, gradient in zip(group.sizes, clipped, strict=True):
+        for place, gradient in zip(group.sizes, run(segment, *written, *own, factor), strict=True):
             assert torch.equal(gradient, expected[place].grad)
     assert all(torch.equal(mine, other) for mine, other in zip(parameters, expected, strict=True))
 
@@ -91,17 +86,4 @@ def test_a_scalar_of_lower_precision_keeps_its_dtype() -> None:
     parameters = {0: torch.nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))}
     segment = update_parameters(group, parameters, None, is_clipped=True)
     (made,) = run(segment, torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(0.25))
-    assert made.dtype == torch.bfloat16
-    assert made == 0.5
-
-
-def test_a_rehearsal_does_not_step() -> None:
-    """A capture runs with copies of the parameters first; the optimizer's own are as they were."""
-    parameter = torch.nn.Parameter(torch.ones(5))
-    optimizer = OptimizerInParts(torch.optim.SGD([parameter], lr=1.0))
-    group = GradientGroup(name="a", module="", sizes={0: 20})
-    segment = update_parameters(group, {0: parameter}, optimizer, is_clipped=False)
-    run(segment, parameter.detach().clone(), torch.ones(5))
-    assert torch.equal(parameter, torch.ones(5))
-    run(segment, parameter, torch.ones(5))
-    assert torch.equal(parameter, torch.zeros(5))
+    assert made.dtype == torch.bfloat16 and made == 0.5

@@ -56,8 +56,7 @@ def test_the_gradients_of_a_loop_are_those_that_it_adds() -> None:
     call: Callable[[torch.Tensor], torch.Tensor] = lambda part: model[0](part).square().mean()  # noqa: E731
     found = gradients_of_loop(call, parts, weights, list(model.parameters()))
     assert all(parameter.grad is None for parameter in model.parameters())
-    returned = add_gradients(call, parts, weights)
-    assert not any(each.requires_grad for each in returned)
+    assert not any(each.requires_grad for each in add_gradients(call, parts, weights))
     torch.testing.assert_close(found, [model[0].weight.grad, torch.zeros(4, 4)])
 
 
