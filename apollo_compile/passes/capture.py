@@ -473,7 +473,7 @@ def _check_value(fx_node: fx.Node, device: torch.device) -> None:
 def _check_tensor(fx_node: fx.Node, value: torch.Tensor, device: torch.device) -> None:
     if value.device != device:
         lanes = f"all lanes of this graph are on {device}"
-        if device.type == "cpu":
+        if device.type == "cpu" and fx_node.op != "placeholder":
             lanes = "all lanes of this graph are on the CPU, where its inputs are"
         raise UnsupportedGraphError(f"{fx_node.name} is on device {value.device}; {lanes}")
     if value.layout is not torch.strided:

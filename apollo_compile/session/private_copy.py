@@ -55,8 +55,7 @@ class PrivateCopy:
     def own(self, tensors: Sequence[Any]) -> None:
         """Copy the memory of parameters among these tensors, before something writes to them."""
         for tensor in tensors:
-            parameter = self._shared.pop(id(tensor), None)
-            if parameter is not None:
+            if (parameter := self._shared.pop(id(tensor), None)) is not None:
                 parameter.data = parameter.data.clone()
 
 

@@ -563,7 +563,10 @@ def negated(hand: Hand) -> fx.Node:
 META, SPARSE = torch.empty(2, device="meta"), torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)
 ON_META, IS_SPARSE = "^{node} is on device meta", "^{node} has layout torch.sparse_coo"
 REFUSED: dict[str, tuple[Callable[[Hand], fx.Node], str]] = {
-    "an input on another device": (lambda hand: valued(hand.input("x", 2), META), ON_META),
+    "an input on another device": (
+        lambda hand: valued(hand.input("x", 2), META),
+        f"{ON_META}; all lanes of this graph are on cpu$",
+    ),
     "a computation on another device": (lambda hand: valued(negated(hand), META), ON_META),
     "a factory on another device": (lambda hand: hand.call(aten.full.default, [2], 1.0, device=META.device), ON_META),
     "a constant on another device": (lambda hand: valued(hand.graph.get_attr("constant"), META), ON_META),
