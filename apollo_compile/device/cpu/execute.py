@@ -104,8 +104,8 @@ class Executable:
                 error.add_note(f"raised in segment {self._graph.segments[failed].name} of {self._graph.name}")
             raise
         if None not in outputs:
-            return from_handles(outputs)  # type: ignore[return-value]
-        made = iter(from_handles([handle for handle in outputs if handle is not None]))
+            return _as_made_here(from_handles(outputs))  # type: ignore[return-value]
+        made = iter(_as_made_here(from_handles([handle for handle in outputs if handle is not None])))
         return [None if handle is None else next(made) for handle in outputs]
 
     @functools.cached_property
@@ -153,6 +153,18 @@ class Executable:
             made = self._bodies[segment.body].function([values[buffer] for buffer in segment.inputs])
             values.update(zip(segment.outputs, made, strict=True))
         return [None if buffer is None else values[buffer] for buffer in self._graph.outputs]
+
+
+def _as_made_here(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of other threads as this one would make them: inference tensors under inference mode.
+
+    For others, Dynamo compiles the code that reads them again. Conjugate and negative views stay as they are.
+    """
+    if not torch.is_inference_mode_enabled():
+        return tensors
+    others = (each for each in tensors if not (each.is_inference() or each.is_conj() or each.is_neg()))
+    own = {each: each.new_empty(0).set_(each) for each in others}  # type: ignore[call-overload]
+    return [own.get(each, each) for each in tensors]
 
 
 def encode(instructions: Sequence[Instruction]) -> list[int]:
