@@ -103,8 +103,6 @@ class Executable:
             if failed is not None:
                 error.add_note(f"raised in segment {self._graph.segments[failed].name} of {self._graph.name}")
             raise
-        if None not in outputs:
-            return _as_made_here(from_handles(outputs))  # type: ignore[return-value]
         made = iter(_as_made_here(from_handles([handle for handle in outputs if handle is not None])))
         return [None if handle is None else next(made) for handle in outputs]
 
@@ -156,10 +154,7 @@ class Executable:
 
 
 def _as_made_here(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of other threads as this one would make them: inference tensors under inference mode.
-
-    For others, Dynamo compiles the code that reads them again. Conjugate and negative views stay as they are.
-    """
+    """Return tensors of other threads as inference tensors under inference mode; else Dynamo compiles readers again."""
     if not torch.is_inference_mode_enabled():
         return tensors
     others = (each for each in tensors if not (each.is_inference() or each.is_conj() or each.is_neg()))

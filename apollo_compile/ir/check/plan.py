@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from apollo_compile.ir import (
-    CostTable,
-    Plan,
-    SegmentGraph,
-    SegmentId,
-)
+from apollo_compile.ir import CostTable, Plan, SegmentGraph, SegmentId
 from apollo_compile.ir.check.failure import at_segment, fail
 
 

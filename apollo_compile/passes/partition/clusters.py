@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apollo_compile.ir import (
-    Capture,
-    NodeId,
-    NodeKind,
-    Work,
-)
+from apollo_compile.ir import Capture, NodeId, NodeKind, Work
 
 _FLOPS_PER_BYTE = 2
 """Flops that take about as long as moving one byte; used to weigh pieces before the device is known."""

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from apollo_compile.ir import (
-    Capture,
-    KernelKind,
-    NodeId,
-    Role,
-)
+from apollo_compile.ir import Capture, KernelKind, NodeId, Role
 from apollo_compile.passes.partition.clusters import Clusters
 
 PLACES = ("pre", "mid", "post")
