@@ -24,6 +24,7 @@ from apollo_compile.session import compile as session_compile
 from apollo_compile.session.model import CompiledModel
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.failures import raising
 from tests.session.trained import AUTOTUNED, compiled_towers, hits, train_until_settled, training_of, warm
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -61,10 +62,7 @@ def test_a_second_run_begins_where_the_first_one_ended(
 ) -> None:
     """With its plan and its winner, whichever that was; nothing is planned, measured or compared again."""
     options = {**REMEMBERED, "plan.replan": True, "device.cache": tmp_path}
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("planned or compiled again")
-
+    fail = raising(AssertionError("planned or compiled again"))
     with functorch_config.patch(enable_autograd_cache=False):
         first = let_win(variant, **options)
         monkeypatch.setattr("apollo_compile.passes.plan.solve_apart", fail)
@@ -115,22 +113,17 @@ def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> N
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
 
-class Pair(nn.Module):
-    """One module, of two inputs."""
+class Pair(nn.Linear):
+    """A layer of two inputs."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Return the module of the sum."""
-        return self.inner(left + right)  # type: ignore[no-any-return]
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(left + right)
 
 
 @warm("other options")
 def test_what_shapes_a_graph_is_part_of_the_key() -> None:
     """Other options, other graphs; how much is logged matters to none."""
-    model, inputs = Pair(nn.Linear(64, 64)), two_tower_inputs()
+    model, inputs = Pair(64, 64), two_tower_inputs()
     training_of(model, *inputs)
     for number, options in enumerate([{"partition.granularity": "module"}, {"plan.planner": "serial"}], start=2):
         training_of(model, *inputs, **options)
@@ -146,8 +139,7 @@ def test_settings_of_attention_are_part_of_the_key() -> None:
         torch._dynamo.reset()
         torch.backends.cuda.enable_flash_sdp(flash)
         try:
-            attention = torch.compile(nn.functional.scaled_dot_product_attention, backend="apollo", options=STRICT)
-            attention(q, k, v)
+            torch.compile(nn.functional.scaled_dot_product_attention, backend="apollo", options=STRICT)(q, k, v)
         finally:
             torch.backends.cuda.enable_flash_sdp(True)
         assert hits() == expected
@@ -182,7 +174,7 @@ def test_it_can_be_switched_off(switch: str, tmp_path: Path) -> None:
     }[switch]
     with functorch_config.patch(enable_autograd_cache=switch != "torch"):
         for _ in range(2):
-            training_of(Pair(nn.Linear(64, 64)), *two_tower_inputs(), **options)
+            training_of(Pair(64, 64), *two_tower_inputs(), **options)
     assert hits() == (0, 0)
 
 
@@ -191,7 +183,7 @@ def test_it_can_be_switched_off(switch: str, tmp_path: Path) -> None:
     "model",
     [
         pytest.param(TwoTowers(depth=1), id="lanes", marks=pytest.mark.soak),
-        pytest.param(Pair(nn.Linear(64, 64)), id="nothing to gain"),
+        pytest.param(Pair(64, 64), id="nothing to gain"),
     ],
 )
 def test_changing_shapes_are_compiled_by_every_process(model: nn.Module) -> None:
@@ -221,8 +213,7 @@ def test_a_backward_that_nothing_can_compile_fails_when_it_is_called(
         monkeypatch.setattr(room, name, partial(fail_in_backwards, getattr(room, name)))
     torch._dynamo.reset()
     model, inputs = TwoTowers(), two_tower_inputs()
-    run = torch.compile(model, backend="apollo", options={"plan.remember": remember})
-    output = run(*inputs)
+    output = torch.compile(model, backend="apollo", options={"plan.remember": remember})(*inputs)
     torch.testing.assert_close(output, model(*inputs), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="no such backward"):
         output.sum().backward()
@@ -259,8 +250,7 @@ def test_a_second_process_begins_with_what_the_first_one_compiled(tmp_path: Path
     first, second = (
         json.loads(subprocess.check_output(command, env=environment, text=True).splitlines()[-1]) for _ in range(2)
     )
-    assert [first[0], second[0]] == [0, 1]
-    assert second[1:] == first[1:]
+    assert [first[0], second[0]] == [0, 1] and second[1:] == first[1:]
 
 
 def test_graphs_whose_arguments_share_memory_in_other_ways_are_apart(tmp_path: Path) -> None:

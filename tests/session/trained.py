@@ -78,20 +78,15 @@ def interpret_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch.compile, and all our compiles, interpret: a compiler takes most of the time, and changes nothing."""
 
     def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any, **_: Any) -> Any:
-        def interpret(graph: fx.GraphModule, *_: Any, **__: Any) -> tuple[Any, None]:
-            return interpret_whole(graph), None
-
         return compile_with_inductor(
-            graph_module, example_inputs, interpret, recompute_masks=False, eager_randomness=True
+            graph_module,
+            example_inputs,
+            lambda graph, *_, **__: (interpret_whole(graph), None),
+            recompute_masks=False,
+            eager_randomness=True,
         )
-
-    def compile_bodies(pieces: Sequence[Any], **_: Any) -> Any:
-        return interpret_bodies(pieces)
-
-    def compile_again(graph_module: fx.GraphModule, *_: Any, **__: Any) -> Any:
-        return interpret_whole(graph_module)
 
     monkeypatch.setattr("apollo_compile.autotune.tuner._comparing", None)  # a model of another test
     monkeypatch.setattr("apollo_compile.session.compile.compile_plainly", compile_plainly)
-    monkeypatch.setattr("apollo_compile.session.compile.compile_again", compile_again)
-    monkeypatch.setattr("apollo_compile.session.bodies.compile_bodies", compile_bodies)
+    monkeypatch.setattr("apollo_compile.session.compile.compile_again", lambda graph, *_, **__: interpret_whole(graph))
+    monkeypatch.setattr("apollo_compile.session.bodies.compile_bodies", lambda pieces, **_: interpret_bodies(pieces))
