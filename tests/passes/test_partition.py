@@ -38,6 +38,7 @@ from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.layouts import report_output_strides
 from benchmarks.workloads.gpu import build_gpu_workload
 from tests.end_to_end.models import Tower, TwoTowers
+from tests.failures import raising
 
 aten = torch.ops.aten
 
@@ -411,8 +412,7 @@ def test_random_draws_from_the_global_generator_replay() -> None:
     torch.manual_seed(0)
     with torch._inductor.config.patch(fallback_random=True):
         graphs = record(TwoTowers(8, 1, dropout=0.4), (sized(6, 8), sized(6, 8)))
-    draws = [node for node in graphs[Role.FORWARD].captured.nodes if node.after]
-    assert draws
+    assert [node for node in graphs[Role.FORWARD].captured.nodes if node.after]
     for recorded in graphs.values():
         for config in (LAYER, FINE, MODULE):
             assert_replays(recorded, config)
@@ -442,26 +442,20 @@ def test_a_returned_view_stays_with_its_value_and_is_cloned_for_others() -> None
         view = aten.t.default(value)
         return view, aten.mm.default(view, x)
 
-    recorded = hand(function, sized(3, 3))
-    partition = assert_replays(recorded, FINE)
+    partition = assert_replays(hand(function, sized(3, 3)), FINE)
     assert len(partition.graph.segments) == 2
     first, second = partition.graph.segments
     assert [partition.graph.buffers[b].name for b in first.outputs] == ["mm", "t"]
     assert "mm" in [partition.graph.buffers[b].name for b in second.inputs]
 
 
-def test_a_graph_of_views_alone_has_a_segment() -> None:
-    """Nothing computes, yet something must run; how little it is makes the views one segment."""
+def test_a_graph_of_views_alone_has_a_segment_and_one_that_does_nothing_has_none() -> None:
+    """Something must run to make views; how little it is makes them one segment."""
     recorded = hand(lambda x: (aten.t.default(x), aten.view.default(x, [9])), sized(3, 3))
     assert len(assert_replays(recorded, LAYER).graph.segments) == 1
     assert len(assert_replays(recorded, FINE).graph.segments) == 2
-
-
-def test_a_graph_that_does_nothing_has_no_segments() -> None:
-    """It returns its input."""
-    partition = assert_replays(hand(lambda x: x, sized(3)), LAYER)
-    assert partition.graph.segments == ()
-    assert partition.graph.outputs == partition.graph.inputs
+    graph = assert_replays(hand(lambda x: x, sized(3)), LAYER).graph
+    assert graph.segments == () and graph.outputs == graph.inputs
 
 
 @pytest.mark.parametrize("config", (LAYER, FINE, MODULE), ids=("layer", "fine", "module"))
@@ -511,13 +505,9 @@ def test_what_resizes_a_storage_is_alone(config: PartitionConfig, is_named: bool
 
 def test_equal_code_on_other_layouts_is_another_body() -> None:
     """Transposed inputs have other strides."""
-
-    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(aten.mm.default(value, value) for value in (x, y, z))
-
-    recorded = hand(function, sized(3, 3), sized(3, 3).t(), sized(3, 3))
-    partition = assert_replays(recorded, FINE)
-    assert [segment.body for segment in partition.graph.segments] == [0, 1, 0]
+    inputs = sized(3, 3), sized(3, 3).t(), sized(3, 3)
+    recorded = hand(lambda *values: tuple(aten.mm.default(value, value) for value in values), *inputs)
+    assert [segment.body for segment in assert_replays(recorded, FINE).graph.segments] == [0, 1, 0]
 
 
 def test_wiring_and_constants_tell_bodies_apart() -> None:
@@ -566,8 +556,7 @@ def test_two_uses_of_one_encoder_can_run_beside_each_other(role: Role) -> None:
 
     total = sum(weight(node) for node in made.nodes)
     longest = longest_path_of_segments(partition_graph(made, config=LAYER), made, weight)
-    assert 0 < longest_path_of_nodes(made, weight) <= longest
-    assert longest <= 0.6 * total
+    assert 0 < longest_path_of_nodes(made, weight) <= longest <= 0.6 * total
 
 
 @pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
@@ -733,8 +722,7 @@ def whole_step(num_parts: int) -> Recorded:
 @pytest.mark.parametrize("config", (LAYER, FINE, MODULE, APART), ids=("layer", "fine", "module", "apart"))
 def test_bodies_replay_whole_steps_bit_for_bit(num_parts: int, config: PartitionConfig) -> None:
     """Forward, backward, sums of gradients, and writes to parameters that every micro-batch has read."""
-    partition = assert_replays(whole_step(num_parts), config)
-    assert len(partition.graph.segments) > 1
+    assert len(assert_replays(whole_step(num_parts), config).graph.segments) > 1
 
 
 @pytest.mark.parametrize("num_parts", (1, 2))
@@ -779,8 +767,7 @@ def test_weight_gradients_of_micro_batches_stay_apart() -> None:
         own = [segment for segment in graph.segments if segment.module == layer]
         backwards = {segment.id for segment in own if ":backward" in segment.name}
         weights = [segment for segment in own if ":weights" in segment.name]
-        assert len(weights) >= 2
-        assert not any(backwards <= before[segment.id] for segment in weights)
+        assert len(weights) >= 2 and not any(backwards <= before[segment.id] for segment in weights)
 
 
 # ------------------------------------------------------------------------------------------------ weight gradients
@@ -798,9 +785,7 @@ def test_weight_gradients_apart_are_waited_for_by_nothing() -> None:
     }
     for layer in (f"layers.{i}" for i in range(4)):
         (weights,) = [segment for segment in graph.segments if segment.name == f"{layer}:weights"]
-        assert weights.module == layer
-        assert weights.id not in waited_for
-        assert flops[weights.name] > 0
+        assert weights.module == layer and weights.id not in waited_for and flops[weights.name] > 0
         if layer != "layers.0":
             assert flops[weights.name] == sum(
                 flops[segment.name] for segment in graph.segments if segment.module == layer and segment != weights
@@ -868,11 +853,8 @@ def test_the_caller_says_whether_weight_gradients_are_better_apart(answer: bool)
     ids=("forward", "whole modules", "together", "all is small", "no names"),
 )
 def test_nobody_is_asked_about_weight_gradients(name: str, role: Role, config: PartitionConfig) -> None:
-    """Where there is nothing to choose."""
-
-    def is_better(apart: SegmentGraph, together: SegmentGraph) -> bool:
-        raise AssertionError("asked")
-
+    """There is nothing to choose."""
+    is_better = raising(AssertionError("asked"))
     made = graphs_of(name, train=True, recompute_masks=True)[role].captured
     names = [segment.name for segment in partition_graph(made, config=config, is_better=is_better).graph.segments]
     assert not any(":weights" in name for name in names)

@@ -63,8 +63,7 @@ class Policy(nn.Module):
         self.model.backbone = ResNet(FEW, (1, 1), norm)
 
     def forward(self, *images: torch.Tensor) -> torch.Tensor:
-        features = [self.model.backbone(camera) for camera in images]  # type: ignore[operator]
-        return torch.cat(features, dim=1).mean((2, 3))
+        return torch.cat([self.model.backbone(camera) for camera in images], dim=1).mean((2, 3))
 
 
 @functools.cache
@@ -140,8 +139,7 @@ def test_calls_of_a_backbone_are_independent_but_for_one_segment_in_front_and_on
 def test_equal_calls_share_bodies(num_cameras: int, role: Role) -> None:
     """Also where a later call reads views that an earlier one made; with live norms, calls may save other values."""
     recorded = graphs_of("policy", "frozen", num_cameras)[role]
-    partition = partition_graph(recorded.captured, config=LAYER)
-    own = main_segments(partition, recorded)
+    own = main_segments(partition_graph(recorded.captured, config=LAYER), recorded)
     assert len({segment.body for segment in own}) == len(own) / num_cameras
 
 
@@ -197,8 +195,7 @@ def test_an_embedding_with_dropout_does_not_draw_the_seeds_of_others() -> None:
     """It is tiny beside its tower and reads nothing else, but takes longer than a launch."""
     torch.manual_seed(0)
     recorded = record(EmbeddedTowers(dropout=0.4), [torch.arange(512) % 100] * 2)[Role.FORWARD]
-    partition = assert_replays(recorded, LAYER)
-    assert_independent(partition.graph, "image", "text")
+    assert_independent(assert_replays(recorded, LAYER).graph, "image", "text")
 
 
 def test_seeds_that_one_tower_reads_are_drawn_in_it() -> None:
@@ -251,7 +248,5 @@ def test_small_steps_of_a_long_loop_share_bodies() -> None:
     """Forward and backward: little of the loop is compiled, and no segment has more than a few steps."""
     torch.manual_seed(0)
     for recorded in record(Recurrent(14), (sized(512, 512),)).values():
-        partition = assert_replays(recorded, LAYER)
-        lengths = [len(body.nodes) for body in partition.bodies]
-        assert max(lengths) <= 2 * LONG
-        assert sum(lengths) < 0.6 * len(recorded.captured.nodes)
+        lengths = [len(body.nodes) for body in assert_replays(recorded, LAYER).bodies]
+        assert max(lengths) <= 2 * LONG and sum(lengths) < 0.6 * len(recorded.captured.nodes)

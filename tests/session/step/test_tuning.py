@@ -6,13 +6,12 @@ import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from apollo_compile.ir import Capture, Role, Variant
+from apollo_compile.ir import Role, Variant
 from apollo_compile.reports.values import Stage
 from apollo_compile.session import registry
 from apollo_compile.session.step.tuning import StepTuner
@@ -70,11 +69,8 @@ def test_where_the_loop_won_in_an_earlier_process_its_graphs_are_compared(
     """At once, or once the variants of the step that were close to it have lost again; the step is settled then."""
     compile_nothing(monkeypatch)
     found = SimpleNamespace(verdict=earlier(Variant.LOOP, Variant.PLAN, margin=margin))
-
-    def recall(warm_start: WarmStart, capture: Capture, partition: object) -> Any:
-        return found if capture.role is Role.STEP else None  # the loop's graphs are new
-
-    monkeypatch.setattr(WarmStart, "recall", recall)
+    # The loop's graphs are new.
+    monkeypatch.setattr(WarmStart, "recall", lambda _, capture, __: found if capture.role is Role.STEP else None)
     model = Towers()
     options = {**EAGER, "runtime.bodies": bodies, "plan.autotune": True}
     step = compile_step(model, loss_of, microbatches=2, options=options)
@@ -113,8 +109,7 @@ def test_a_step_does_not_wait_for_a_compile_that_its_training_does_not_pay_for(e
     step = compile_step(Towers(), loss_of, options={**EAGER, "plan.autotune": True})
     while not (step.tuners and step.tuners[0].is_settled):
         step(batch_of(0))
-    assert Variant.TRACED not in every_variant
-    assert step.tuners[0].is_more_to_come
+    assert Variant.TRACED not in every_variant and step.tuners[0].is_more_to_come
 
 
 @pytest.mark.parametrize(
@@ -141,5 +136,4 @@ def test_a_seed_decides_the_numbers_whatever_runs(
         found.add((round(loss, 4), round(norm_of_gradient, 4), int(torch.get_rng_state().sum())))
         if step.tuners and step.tuners[0].is_settled and not step.tuners[0].is_more_to_come:
             break
-    assert len(found) == 1
-    assert {Variant.LOOP, Variant.TRACED} < every_variant
+    assert len(found) == 1 and {Variant.LOOP, Variant.TRACED} < every_variant
