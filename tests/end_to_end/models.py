@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.end_to_end.step_cases.models import Wrapped
+
 STRICT = {"debug.strict": True, "plan.autotune": False, "plan.time_limit_s": 0.5}
 """Options that turn every hidden fallback into an error, and run the plan even where Inductor would be as fast.
 
 Small models need no long search, and there are hundreds.
 """
-
 
 NEVER_AS_LONG_NS = 10**11
 """For profiles that are to be wrong: however busy the machine is, no segment of these models takes 100 s."""
@@ -52,28 +53,18 @@ class TwoTowers(nn.Module):
         return self.image(image) @ self.text(text).T
 
 
-class _Embeddings(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.table, self.norm, self.dropout = nn.Embedding(100, 64), nn.LayerNorm(64), nn.Dropout(dropout)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.norm(self.table(tokens)))  # type: ignore[no-any-return]
+def _run_embedded(own: Any, tokens: torch.Tensor) -> torch.Tensor:
+    x = own.embeddings(tokens)
+    for layer in own.layers:
+        x = x + layer(x)
+    return x
 
 
-class _EmbeddedTower(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.embeddings = _Embeddings(dropout)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64), nn.Dropout(dropout)) for _ in range(2)
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embeddings(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        return x  # type: ignore[no-any-return]
+def _embedded_tower(dropout: float) -> nn.Module:
+    parts = {"table": nn.Embedding(100, 64), "norm": nn.LayerNorm(64), "dropout": nn.Dropout(dropout)}
+    embeddings = Wrapped(lambda own, tokens: own.dropout(own.norm(own.table(tokens))), **parts)
+    layers = (nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64), nn.Dropout(dropout)) for _ in range(2))
+    return Wrapped(_run_embedded, embeddings=embeddings, layers=nn.ModuleList(layers))
 
 
 class EmbeddedTowers(TwoTowers):
@@ -81,7 +72,7 @@ class EmbeddedTowers(TwoTowers):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.image, self.text = _EmbeddedTower(dropout), _EmbeddedTower(dropout)  # type: ignore[assignment]
+        self.image, self.text = _embedded_tower(dropout), _embedded_tower(dropout)  # type: ignore[assignment]
 
 
 def two_tower_inputs(batch: int = 64, width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,8 +107,7 @@ def assert_trains_as_in_eager(
     model: nn.Module, loss_of: Callable[[Callable[..., Any]], torch.Tensor], *, steps: int = 5, **compile_options: Any
 ) -> None:
     """Compare what `train` returns for a compiled copy with what it returns in eager."""
-    expected = train(model, loss_of, steps=steps)
-    assert_same_training(expected, train(model, loss_of, steps=steps, **compile_options))
+    assert_same_training(train(model, loss_of, steps=steps), train(model, loss_of, steps=steps, **compile_options))
 
 
 def two_tower_loss(run: Callable[..., torch.Tensor]) -> torch.Tensor:

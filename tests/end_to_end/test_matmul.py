@@ -26,33 +26,26 @@ from apollo_compile.torch_bridge.interpret import real_tensors
 from apollo_compile.torch_bridge.settings import may_choose_library
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, two_tower_loss
+from tests.end_to_end.step_cases.models import Wrapped
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-pytestmark = needs_onednn
-
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 FASTER, SLOWER = LibraryTimes(blas=2e6, onednn=1e6), LibraryTimes(blas=1e6, onednn=2e6)
 """Times of a product, by which oneDNN saves a millisecond or loses one."""
 
 
-class Layers(nn.Module):
-    """Layers, activations behind them, a sum, and one weight that two layers share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.across = nn.Linear(24, 40), nn.Linear(40, 40, bias=False)
-        self.down = nn.Linear(40, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(self.up(x))
-        y = y + torch.nn.functional.gelu(self.across(y)) + torch.tanh(self.across(-y))
-        return x + self.down(y)
+def run_layers(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run layers, activations behind them, a sum, and one weight that two layers share."""
+    y = torch.relu(own.up(x))
+    y = y + torch.nn.functional.gelu(own.across(y)) + torch.tanh(own.across(-y))
+    return x + own.down(y)
 
 
 def train(options: dict[str, Any] | None, mode: str = "train") -> list[torch.Tensor]:
     """Return output and gradients of a step, in eager without options."""
     torch.manual_seed(0)
-    model, x = Layers(), torch.randn(32, 24, requires_grad=True)
+    layers = {"up": nn.Linear(24, 40), "across": nn.Linear(40, 40, bias=False), "down": nn.Linear(40, 24)}
+    model, x = Wrapped(run_layers, **layers), torch.randn(32, 24, requires_grad=True)
     torch._dynamo.reset()
     run = model if options is None else torch.compile(model, backend="apollo", options=options)
     if mode == "inference":
@@ -87,23 +80,36 @@ def count_products(capfd: pytest.CaptureFixture[str], run: Callable[[], Any]) ->
     return sum("exec" in line and ("inner_product" in line or "matmul" in line) for line in lines)
 
 
+TUNED = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+
+
 @pytest.mark.parametrize(
-    ("bodies", "mode", "count"), [("native", "train", 12), ("python", "train", 12), ("native", "inference", 4)]
+    ("chosen", "of_inductor", "mode", "count"),
+    [
+        pytest.param({"runtime.bodies": "native"}, {}, "train", 12, id="native"),
+        pytest.param({"runtime.bodies": "python"}, {}, "train", 12, id="python"),
+        pytest.param({"runtime.bodies": "native"}, {}, "inference", 4, id="inference"),
+        pytest.param({}, TUNED, "train", 12, id="tuned"),
+        pytest.param({"runtime.onednn": False}, {}, "train", 0, id="left to BLAS"),
+    ],
 )
 def test_oneDNN_computes_all_products_and_gradients_are_those_of_eager(  # noqa: N802
-    bodies: str, mode: str, count: int, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+    chosen: dict[str, Any],
+    of_inductor: dict[str, Any],
+    mode: str,
+    count: int,
+    options: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Four forward, where an activation may be next to its product, and of each one by its input and by its weight."""
+    """Four forward, where an activation may be next to its product, and of each one by its input and by its weight.
+
+    Of products with weights that are inputs, as in training, Inductor's tuning alone leaves all to BLAS. An option does
+    so too; `torch_bridge/test_settings.py` has the settings of torch that forbid a choice.
+    """
     got: list[torch.Tensor] = []
-    assert count_products(capfd, lambda: got.extend(train({**options, "runtime.bodies": bodies}, mode))) == count
+    with inductor_config.patch(of_inductor):
+        assert count_products(capfd, lambda: got.extend(train({**options, **chosen}, mode))) == count
     torch.testing.assert_close(got, train(None, mode))
-
-
-def test_products_stay_with_BLAS_where_the_user_says_so(  # noqa: N802
-    options: dict[str, Any], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """By an option; `torch_bridge/test_settings.py` has the settings of torch that forbid a choice."""
-    assert count_products(capfd, lambda: train({**options, "runtime.onednn": False})) == 0
 
 
 def test_no_setting_of_the_user_reaches_a_measurement() -> None:
@@ -131,19 +137,6 @@ def test_code_that_inductor_keeps_the_same_is_left_to_it(
         train(options, "inference")
 
 
-TUNED = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
-
-
-def test_products_go_to_onednn_where_inductor_tunes_too(
-    options: dict[str, Any], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Of products with weights that are inputs, as in training, Inductor's tuning leaves all to BLAS."""
-    got: list[torch.Tensor] = []
-    with inductor_config.patch(TUNED):
-        assert count_products(capfd, lambda: got.extend(train(options))) == 12
-    torch.testing.assert_close(got, train(None))
-
-
 @needs_two_cores
 @pytest.mark.parametrize("made_for", [1, 2])
 def test_a_body_with_inductors_own_template_is_right_on_other_numbers_of_cores(made_for: int) -> None:
@@ -165,21 +158,14 @@ def test_a_body_with_inductors_own_template_is_right_on_other_numbers_of_cores(m
         torch.set_num_threads(threads)
 
 
-class ManyForms(nn.Module):
-    """Products whose matrices are slices, views, sums and outputs of others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(24, 24) / 5)
-        self.bias = nn.Parameter(torch.randn(48))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = torch.addmm(self.bias[24:], x, self.weight)
-        z = torch.addmm(x.sum(0), y, (self.weight * 2).t())
-        left, right = (z @ self.weight).chunk(2, dim=1)
-        one = (x[:1] @ self.weight) + (x @ self.weight[:, :1])
-        again = (x.t() @ x) @ self.weight.reshape(8, 72).reshape(24, 24)
-        return y, y.t(), left @ right.t(), one, again, (y @ self.weight).mul_(2)
+def products(own: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Multiply matrices that are slices, views, sums and outputs of others."""
+    y = torch.addmm(own.bias[24:], x, own.weight)
+    z = torch.addmm(x.sum(0), y, (own.weight * 2).t())
+    left, right = (z @ own.weight).chunk(2, dim=1)
+    one = (x[:1] @ own.weight) + (x @ own.weight[:, :1])
+    again = (x.t() @ x) @ own.weight.reshape(8, 72).reshape(24, 24)
+    return y, y.t(), left @ right.t(), one, again, (y @ own.weight).mul_(2)
 
 
 def test_products_of_many_forms_are_those_of_eager(options: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +173,8 @@ def test_products_of_many_forms_are_those_of_eager(options: dict[str, Any], capf
 
     def run(compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model, x = ManyForms(), torch.randn(20, 24, requires_grad=True)
+        weight, bias = nn.Parameter(torch.randn(24, 24) / 5), nn.Parameter(torch.randn(48))
+        model, x = Wrapped(products, weight=weight, bias=bias), torch.randn(20, 24, requires_grad=True)
         torch._dynamo.reset()
         outputs = (torch.compile(model, backend="apollo", options=options) if compiled else model)(x)
         sum(output.square().mean() for output in outputs).backward()  # type: ignore[union-attr]
@@ -235,16 +222,14 @@ def test_ranks_give_the_same_products_to_onednn(
         assert [train_as_rank(store, times) for times in (first, second)] == [12 if first is FASTER else 0] * 2
 
 
-@pytest.mark.parametrize(("times", "falls_back"), [("faster", False), ("slower", True)])
+@pytest.mark.parametrize(("times", "falls_back"), [(FASTER, False), (SLOWER, True)], ids=["faster", "slower"])
 def test_a_rank_without_lanes_compiles_segments_only_where_onednn_saves_enough(
-    times: str, falls_back: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    times: LibraryTimes, falls_back: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks compare nothing, so the gain over Inductor's whole graph has to be predicted."""
     ranks = Ranks(dist.HashStore())
     monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
-    monkeypatch.setattr(
-        matmul_libraries, "_measure", lambda product, cores: {"faster": FASTER, "slower": SLOWER}[times]
-    )
+    monkeypatch.setattr(matmul_libraries, "_measure", lambda product, cores: times)
     train({**options, "plan.planner": "greedy", "device.units": 1}, "inference")
     reasons = [reason for _, reason in registry.compiled_models()[-1].fallbacks]
     assert [reason.startswith("nothing to gain") for reason in reasons] == [True] * falls_back

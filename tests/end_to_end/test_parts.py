@@ -11,49 +11,36 @@ import torch
 from torch import nn
 
 from apollo_compile.tools.explain import explain
-from tests.end_to_end.models import STRICT, assert_same_training, train
+from tests.end_to_end.models import STRICT, assert_trains_as_in_eager
+from tests.end_to_end.step_cases.models import Wrapped
 
 MEMBERS = 5
 
 
-class Ensemble(nn.Module):
-    """Equal critics, whose values are joined; each gets a part of the joined gradient."""
-
-    def __init__(self, join: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
-        super().__init__()
-        sizes = (6, 32, 32, 1)
-        self.critics = nn.ModuleList(
-            nn.Sequential(*(layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())))
-            for _ in range(MEMBERS)
-        )
-        self.join = join
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.join([critic(x) for critic in self.critics])
+def ensemble(join: Callable[[list[torch.Tensor]], torch.Tensor]) -> nn.Module:
+    """Return equal critics, whose values are joined; each gets a part of the joined gradient."""
+    critics = nn.ModuleList(
+        nn.Sequential(*(layer for pair in pairwise((6, 32, 32, 1)) for layer in (nn.Linear(*pair), nn.Tanh())))
+        for _ in range(MEMBERS)
+    )
+    return Wrapped(lambda own, x: join([critic(x) for critic in own.critics]), critics=critics)
 
 
-class Loop(nn.Module):
-    """A state that reads one moment of a series after the other; the series is an input, or computed from it."""
-
-    def __init__(self, computes: bool) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(8, 8) if computes else nn.Identity()
-        self.cell = nn.GRUCell(8, 16)
-
-    def forward(self, series: torch.Tensor) -> torch.Tensor:
-        encoded, state = self.encoder(series).relu(), series.new_zeros(len(series), 16)
-        states = []
-        for moment in range(series.shape[1]):
-            state = self.cell(encoded[:, moment] if len(states) % 2 else series[:, moment], state)
-            states.append(state)
-        return torch.stack(states, dim=1)
+def read_moments(own: Any, series: torch.Tensor) -> torch.Tensor:
+    """Read one moment of a series after the other into a state; the series is an input, or computed from it."""
+    encoded, state = own.encoder(series).relu(), series.new_zeros(len(series), 16)
+    states = []
+    for moment in range(series.shape[1]):
+        state = own.cell(encoded[:, moment] if len(states) % 2 else series[:, moment], state)
+        states.append(state)
+    return torch.stack(states, dim=1)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "stacked critics": (lambda: Ensemble(torch.stack), (16, 6)),
-    "critics side by side": (lambda: Ensemble(lambda values: torch.cat(values, dim=1)), (16, 6)),
-    "a loop over inputs": (lambda: Loop(computes=False), (4, 6, 8)),
-    "a loop over values": (lambda: Loop(computes=True), (4, 6, 8)),
+    "stacked critics": (lambda: ensemble(torch.stack), (16, 6)),
+    "critics side by side": (lambda: ensemble(lambda values: torch.cat(values, dim=1)), (16, 6)),
+    "a loop over inputs": (lambda: Wrapped(read_moments, encoder=nn.Identity(), cell=nn.GRUCell(8, 16)), (4, 6, 8)),
+    "a loop over values": (lambda: Wrapped(read_moments, encoder=nn.Linear(8, 8), cell=nn.GRUCell(8, 16)), (4, 6, 8)),
 }
 
 
@@ -63,14 +50,9 @@ def test_models_that_read_parts_train_as_in_eager(name: str, bodies: str) -> Non
     """Losses and gradients; parts are views of memory that another segment made."""
     make, shape = CASES[name]
     model, x = make(), torch.randn(shape)
-
-    def loss_of(run: Any) -> torch.Tensor:
-        return run(x).square().mean()
-
-    options: dict[str, Any] = {**STRICT, "runtime.bodies": bodies}
-    eager = train(model, loss_of, steps=3)
-    apollo = train(model, loss_of, steps=3, backend="apollo", options=options)
-    assert_same_training(eager, apollo)
+    options = {**STRICT, "runtime.bodies": bodies}
+    loss_of = lambda run: run(x).square().mean()  # noqa: E731
+    assert_trains_as_in_eager(model, loss_of, steps=3, backend="apollo", options=options)
 
 
 @pytest.mark.parametrize("name", ["stacked critics", "critics side by side"])

@@ -24,6 +24,7 @@ from tests.end_to_end.models import (
     two_tower_inputs,
     two_tower_loss,
 )
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.test_values import floats
 
 APOLLO = {"backend": "apollo", "options": STRICT}
@@ -76,23 +77,13 @@ def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pyte
     assert len(graphs) == 2 and all(len({span.lane for span in graph.trace().spans}) > 1 for graph in graphs)
 
 
-class _Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (
-            nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2)
-        )
-        self.frozen = nn.Linear(16, 8).requires_grad_(False)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.left(x) * self.right(x) + self.frozen(x)
-
-
 @pytest.mark.robustness("Training loops", "BatchNorm, frozen and unused modules")
 def test_batch_norm_buffers_frozen_and_unused_modules_train_as_in_eager() -> None:
     """Mutated buffers end with eager's values; parameters without a gradient keep None."""
-    assert_trains_as_in_eager(_Normalized(), lambda run: run(floats(32, 16)).pow(2).mean(), **UNCOMPILED)
+    left, right = (nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2))
+    owned = {"left": left, "right": right, "frozen": nn.Linear(16, 8).requires_grad_(False), "unused": nn.Linear(2, 2)}
+    model = Wrapped(lambda own, x: own.left(x) * own.right(x) + own.frozen(x), **owned)
+    assert_trains_as_in_eager(model, lambda run: run(floats(32, 16)).pow(2).mean(), **UNCOMPILED)
 
 
 def _mutate_input(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -161,11 +152,10 @@ def test_outputs_under_inference_mode_are_inference_tensors() -> None:
 def test_bf16_autocast_trains_within_its_tolerance() -> None:
     """Autocast is part of the traced graph."""
     model = TwoTowers()
-    inputs = two_tower_inputs()
 
     def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return run(*inputs).float().square().mean()
+            return run(*two_tower_inputs()).float().square().mean()
 
     expected, actual = train(model, loss_of)[0], train(model, loss_of, **UNCOMPILED)[0]
     torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
@@ -196,24 +186,23 @@ def explode(x: torch.Tensor) -> torch.Tensor:
 explode.register_fake(torch.empty_like)
 
 
-class _Watched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
-        self.right = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left = right = x
-        for one, other in zip(self.left, self.right, strict=True):
-            left, right = witness(one(left)), witness(other(right))
-        return left @ right.T
+def _towers(forward: Callable[..., torch.Tensor], width: int, depth: int) -> nn.Module:
+    left, right = (nn.ModuleList(nn.Linear(width, width) for _ in range(depth)) for _ in range(2))
+    return Wrapped(forward, left=left, right=right)
 
 
 @pytest.mark.robustness("Special operators", "operators that ask where they run")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="lanes need two cores")
 def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
     """Affinity and OpenMP quota, read from inside bodies, are those of the lane that the plan names."""
-    model = _Watched()
+
+    def watched(own: Any, x: torch.Tensor) -> torch.Tensor:
+        left = right = x
+        for one, other in zip(own.left, own.right, strict=True):
+            left, right = witness(one(left)), witness(other(right))
+        return left @ right.T
+
+    model = _towers(watched, 256, 3)
     run = torch.compile(model, **APOLLO)
     x = torch.randn(256, 256)
     with torch.no_grad():
@@ -232,25 +221,15 @@ def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
         assert span.core in {cores[unit] for unit in plan.lanes[span.lane].units}
 
 
-class _Fuse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-        self.right = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, fuse: torch.Tensor) -> torch.Tensor:
-        left, right = x, x
-        for layer in self.left:
-            left = layer(left).relu()
-        right = self.right[1](explode(fuse) + self.right[0](right))
-        return left @ right.T
-
-
 @pytest.mark.robustness("Special operators", "operators that raise")
 def test_an_exception_in_a_body_reaches_the_caller_as_itself_and_training_goes_on() -> None:
     """The type survives, a note names the segment, and the next call works."""
-    model = _Fuse()
-    run = torch.compile(model, **APOLLO)
+
+    def light(own: Any, x: torch.Tensor, fuse: torch.Tensor) -> torch.Tensor:
+        left = own.left[1](own.left[0](x).relu()).relu()
+        return left @ own.right[1](explode(fuse) + own.right[0](x)).T
+
+    run = torch.compile(_towers(light, 64, 2), **APOLLO)
     x, safe, lit = torch.randn(64, 64), -torch.ones(64, 64), torch.ones(64, 64)
     with torch.no_grad():
         expected = run(x, safe)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
@@ -17,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
 from apollo_compile.session import registry
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.test_values import floats, same_call
 
 Options = dict[str, Any]
@@ -203,26 +203,20 @@ def test_attention_with_a_score_function_refuses_gradients_in_the_words_of_torch
             function(*inputs)
 
 
-class _Recorded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(8))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.seen.lerp_(x.mean(0), 0.5)
-            self.steps += 1
-        out = (x @ y) * self.seen.clone()
-        with torch.no_grad():
-            self.seen[: int(len(self.seen) / 2)] = 1.0
-        return out + self.seen
+def _record(own: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        own.seen.lerp_(x.mean(0), 0.5)
+        own.steps += 1
+    out = (x @ y) * own.seen.clone()
+    with torch.no_grad():
+        own.seen[: int(len(own.seen) / 2)] = 1.0
+    return out + own.seen
 
 
 @operators("buffers written several times in a forward")
 def test_a_buffer_that_is_written_and_read_in_turns(either: Options) -> None:
     """Readers see the value of their place in the program, and the buffer ends with the last one."""
-    expected, actual = _Recorded(), _Recorded()
+    expected, actual = (Wrapped(_record, seen=torch.zeros(8), steps=torch.tensor(0)) for _ in range(2))
     run = torch.compile(actual, **either)
     x, y = floats(8, 8).requires_grad_(), floats(8, 8, seed=1)
     for _ in range(3):

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from apollo_compile.ir import Role
 from apollo_compile.session import registry
-from apollo_compile.session.graph import CompiledGraph
 from tests.end_to_end.models import assert_same_training, train
 
 Options = dict[str, Any]
@@ -40,18 +39,23 @@ def _let_go() -> None:
     compiled.clear()
 
 
+def _product(own: Any, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+    one = own.left(left)
+    return one @ (one if right is None else own.right(right)).T
+
+
 class Pair(nn.Module):
     """Two towers of one layer; the same in most tests, so that their code is compiled once."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: Callable[..., torch.Tensor] = _product) -> None:
         super().__init__()
         self.left, self.right = (
             nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
         )
+        self._forward = forward
 
     def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
-        one = self.left(left)
-        return one @ (one if right is None else self.right(right)).T
+        return self._forward(self, left, right)
 
 
 def same_gradients(
@@ -155,14 +159,11 @@ def test_the_backward_of_a_frozen_tower_vanishes(either: Options) -> None:
     model.left.requires_grad_(False)
     same_gradients(one_step, model, either)
     (found,) = [entry for entry in registry.compiled_models() if len(entry.graphs) == 2][-1:]
-    names = {graph.compilation.capture.role: _module_names(graph) for graph in found.graphs}
+    captures = [graph.compilation.capture for graph in found.graphs]
+    names = {each.role: {node.module for node in each.nodes if node.kind == "compute"} for each in captures}
     assert any(name.startswith("left") for name in names["forward"])
     assert any(name.startswith("right") for name in names["backward"])
     assert not any(name.startswith("left") for name in names["backward"])
-
-
-def _module_names(graph: CompiledGraph) -> set[str]:
-    return {node.module for node in graph.compilation.capture.nodes if node.kind == "compute"}
 
 
 @loop("absent modality")
@@ -222,42 +223,30 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.factor + x.cos(), None
 
 
-class _Custom(Pair):
-    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
-        assert right is not None
-        return _Scaled.apply(self.left(left), 2.0) @ _Scaled.apply(self.right(right), 3.0).T
-
-
 @loop("custom autograd functions")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, while Dynamo traces the function
 def test_the_backward_of_a_custom_function_is_the_users(either: Options) -> None:
     """Also where it is not the derivative of its forward."""
-    same_gradients(one_step, _Custom(), either)
-
-
-class _Checkpointed(Pair):
-    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
-        one = checkpoint(lambda x: nn.functional.dropout(self.left(x), 0.5, self.training), left, use_reentrant=False)
-        return one @ checkpoint(self.right, right, use_reentrant=False).T
+    model = Pair(lambda own, x, y: _Scaled.apply(own.left(x), 2.0) @ _Scaled.apply(own.right(y), 3.0).T)
+    same_gradients(one_step, model, either)
 
 
 @loop("activation checkpointing")
 def test_checkpointed_towers_train_as_in_eager(lanes: Options, uncompiled: Options) -> None:
     """What is recomputed has the masks of dropout that the forward drew: losses and gradients are Inductor's."""
-    model = _Checkpointed()
-    evaluated = copy.deepcopy(model).eval()
-    same_gradients(one_step, evaluated, uncompiled)
+
+    def join(own: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        one = checkpoint(lambda x: nn.functional.dropout(own.left(x), 0.5, own.training), left, use_reentrant=False)
+        return one @ checkpoint(own.right, right, use_reentrant=False).T
+
+    model = Pair(join)
+    same_gradients(one_step, copy.deepcopy(model).eval(), uncompiled)
 
     def seeded(**options: Any) -> Any:
         torch.manual_seed(3)
         return train(model, lambda run: run(LEFT[0], RIGHT[0]).square().mean(), steps=3, **options)
 
     assert_same_training(seeded(backend="inductor"), seeded(**lanes))
-
-
-class _Reentrant(Pair):
-    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
-        return checkpoint(self.left, left, use_reentrant=True) @ checkpoint(self.right, right, use_reentrant=True).T
 
 
 @loop("activation checkpointing, reentrant")
@@ -269,7 +258,9 @@ def test_towers_with_reentrant_checkpoints_train_as_in_eager(either: Options) ->
         run(left, right).square().mean().backward()
         model.seen = (left.grad, right.grad)  # type: ignore[assignment]
 
-    actual, expected = same_gradients(play, _Reentrant(), either)
+    run = partial(checkpoint, use_reentrant=True)
+    model = Pair(lambda own, left, right: run(own.left, left) @ run(own.right, right).T)
+    actual, expected = same_gradients(play, model, either)
     torch.testing.assert_close(actual.seen, expected.seen, rtol=1e-4, atol=1e-5)
 
 
@@ -278,18 +269,12 @@ def _keep_products(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkp
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Selective(Pair):
-    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
-        towers = ((self.left, left), (self.right, right))
-        one, other = (checkpoint(run, x, use_reentrant=False, context_fn=contexts) for run, x in towers)
-        return one @ other.T
-
-
 @loop("activation checkpointing, selective")
 def test_towers_that_keep_products_alone_train_as_in_eager(either: Options) -> None:
     """The rest of what the backward reads is computed again."""
-    same_gradients(one_step, _Selective(), either)
+    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+    run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    same_gradients(one_step, Pair(lambda own, left, right: run(own.left, left) @ run(own.right, right).T), either)
 
 
 @loop("threads with inputs of their own")
@@ -319,17 +304,16 @@ def test_threads_get_the_gradients_of_their_own_inputs(either: Options) -> None:
         torch.testing.assert_close(results, [expected] * 10, rtol=1e-4, atol=1e-5)
 
 
-class _Broken(Pair):
-    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
-        one = self.left(left)
-        torch._dynamo.graph_break()
-        return one @ self.right(right).T
-
-
 @loop("graph breaks")
 def test_a_broken_graph_trains_in_its_parts(either: Options) -> None:
     """Each part is a model of its own, cut and planned for itself."""
-    same_gradients(one_step, _Broken(), either)
+
+    def join(own: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        one = own.left(left)
+        torch._dynamo.graph_break()
+        return one @ own.right(right).T
+
+    same_gradients(one_step, Pair(join), either)
     assert sum(len(model.graphs) for model in registry.compiled_models()[-2:]) == 4
 
 

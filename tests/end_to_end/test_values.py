@@ -15,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from apollo_compile.session import registry
 from tests.end_to_end.models import Training, assert_same_training, assert_trains_as_in_eager, train
+from tests.end_to_end.step_cases.models import Wrapped
 
 Options = dict[str, Any]
 
@@ -74,8 +75,7 @@ def test_training_writes_to_inputs_that_share_memory(either: Options) -> None:
         seen: list[Any] = []
         for _ in range(3):
             z, total = run(x, w, state, state[2])
-            gradients = torch.autograd.grad(z.square().sum() + total, (x, w))
-            seen += [z.detach(), state.clone(), *gradients]
+            seen += [z.detach(), state.clone(), *torch.autograd.grad(z.square().sum() + total, (x, w))]
         return seen
 
     torch.testing.assert_close(play(torch.compile(advance, **either)), play(advance), rtol=1e-4, atol=1e-4)
@@ -144,10 +144,9 @@ def test_returned_copies_are_tensors_of_their_own(either: Options) -> None:
     """What is one tensor in eager is one, what are two are two; who writes to a copy changes nothing else."""
     for mode, dynamic in itertools.product((torch.enable_grad, torch.no_grad, torch.inference_mode), (False, True)):
         torch._dynamo.reset()
-        run = torch.compile(_copies, dynamic=dynamic, **either)
         with mode():
             x = floats(8, 8).requires_grad_()
-            expected, actual = _copies(x), run(x)
+            expected, actual = _copies(x), torch.compile(_copies, dynamic=dynamic, **either)(x)
             torch.testing.assert_close(actual, expected)
             assert _relations(actual, x) == _relations(expected, x), (mode, dynamic)
         if mode is torch.enable_grad:
@@ -210,24 +209,16 @@ def test_outputs_that_are_no_tensors_come_back(either: Options) -> None:
         same_call(_odd_outputs, (floats(8, 8),), either)
 
 
-class _Pictures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.left(x).relu() * self.right(x)
-
-
 @values("channels last")
 def test_channels_last_stays_channels_last(either: Options) -> None:
     """Outputs and gradients have eager's strides and values."""
-    model, found = _Pictures().to(memory_format=torch.channels_last), []
+    layers = {"left": nn.Conv2d(3, 8, 3, padding=1), "right": nn.Conv2d(3, 8, 1)}
+    model, found = Wrapped(lambda own, x: own.left(x).relu() * own.right(x), **layers), []
+    model.to(memory_format=torch.channels_last)
     for run in (model, torch.compile(model, **either)):
         x = floats(2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
         output = run(x)
-        gradients = torch.autograd.grad(output.square().mean(), (x, model.left.weight))
-        found.append((output.detach(), *gradients))
+        found.append((output.detach(), *torch.autograd.grad(output.square().mean(), (x, model.left.weight))))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     assert [value.stride() for value in found[1]] == [value.stride() for value in found[0]]
 
@@ -346,25 +337,18 @@ USES = (
 )
 
 
-class _Users(nn.Module):
-    """For every use a parameter and a buffer, named by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.x = nn.ParameterDict({use.__name__: torch.randn(4, 4) for use in USES})
-        for use in USES:
-            self.register_buffer(use.__name__, torch.randn(4, 4))
-
-    def forward(self) -> torch.Tensor:
-        results = [use(self.x[use.__name__], getattr(self, use.__name__)) for use in USES]
-        return torch.stack([result.sum() for result in results]).sum()
+def _use_all(own: Any) -> torch.Tensor:
+    """Use for every use a parameter and a buffer, named by it."""
+    results = [use(own.x[use.__name__], getattr(own, use.__name__)) for use in USES]
+    return torch.stack([result.sum() for result in results]).sum()
 
 
 @values("buffers that are used, then written")
 def test_gradients_are_of_the_values_that_were_used(either: Options) -> None:
     """In each of five ways to use one; Inductor alone reads the buffer again, and its gradients are silently wrong."""
-    assert_trains_as_in_eager(_Users(), lambda run: run(), **either)
+    parameters, buffers = ({use.__name__: torch.randn(4, 4) for use in USES} for _ in range(2))
+    model = Wrapped(_use_all, x=nn.ParameterDict(parameters), **buffers)
+    assert_trains_as_in_eager(model, lambda run: run(), **either)
 
 
 def _swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

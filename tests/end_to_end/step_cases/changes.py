@@ -73,7 +73,8 @@ add("a layer is frozen", "Its gradient goes too.", change=lambda t: t.model[0].r
 add("a layer is frozen and clipped", change=lambda t: t.model[0].requires_grad_(False), clip=0.1)
 add("a layer is thawed", change=lambda t: t.model[0].requires_grad_(True), model=_frozen_first, count=3)
 add("a parameter is another one", change=lambda t: setattr(t.model[2], "bias", nn.Parameter(torch.ones(CLASSES))))
-add("the data of a parameter is replaced", change=partial(_set_data, lambda data: 0.5 * data))
+halve_data = partial(_set_data, lambda data: 0.5 * data)
+add("the data of a parameter is replaced", change=halve_data)
 add("the data of a parameter has another layout", change=partial(_set_data, lambda data: data.T.contiguous().T))
 add("a layer comes in between", "The optimizer gets its parameters.", change=_insert_layer, by=adamw)
 add("a layer goes", change=_remove_layer, model=lambda: chain(nn.Linear(8, 8), nn.Tanh()))
@@ -143,8 +144,7 @@ class FailsBackward(torch.autograd.Function):
 
 
 def _fails_backward(model: nn.Module, batch: Batch) -> torch.Tensor:
-    out = FailsBackward.apply(model(batch["x"]), batch["fails"].long() * 7)
-    return nn.functional.mse_loss(out, batch["y"])
+    return nn.functional.mse_loss(FailsBackward.apply(model(batch["x"]), batch["fails"].long() * 7), batch["y"])
 
 
 def _fails_late_in_backward(model: Any, batch: Batch) -> torch.Tensor:
@@ -223,7 +223,6 @@ at_times("autocast comes and goes", inside=bfloat16)
 at_times("a dispatch mode comes and goes", "It counts.", inside=FlopCounterMode, reason="to see each operator")
 eager = partial(torch.compiler.set_stance, "force_eager")
 at_times("torch.compile is told to run eager at times", inside=eager, reason="set_stance asks for 'force_eager'")
-
 
 add("dynamo forgets everything", "As a notebook might ask it to.", change=lambda _: torch._dynamo.reset())
 add("another default dtype", around=partial(_within, torch.set_default_dtype, torch.float64, torch.float32))

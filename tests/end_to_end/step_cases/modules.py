@@ -110,19 +110,13 @@ add_images("statistics of images", says, model=_with_instance_norm)
 # ------------------------------------------------------------------------------- recurrence, embeddings, attention
 
 
-class Unrolled(nn.Module):
-    """A recurrent cell, unrolled over the words of a text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state, states = None, []
-        for word in x.unbind(1):
-            state = self.cell(word, state)
-            states.append(state[0])
-        return torch.stack(states, 1)
+def _unroll(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run a recurrent cell over the words of a text."""
+    state, states = None, []
+    for word in x.unbind(1):
+        state = own.cell(word, state)
+        states.append(state[0])
+    return torch.stack(states, 1)
 
 
 def _gru() -> nn.Module:
@@ -147,7 +141,7 @@ def _embedded(**settings: Any) -> Callable[[], Texts]:
 TEXTS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
     ("an LSTM", lambda: Texts(nn.LSTM(8, 8, batch_first=True)), NOT_ONE_GRAPH),
     ("a GRU with two directions", lambda: Texts(_gru()), NOT_ONE_GRAPH),
-    ("a cell in a loop", lambda: Texts(Unrolled()), {}),
+    ("a cell in a loop", lambda: Texts(Wrapped(_unroll, cell=nn.LSTMCell(8, 8))), {}),
     ("an embedding", Texts, {}),
     ("an embedding with padding", _embedded(padding_idx=0), {}),
     ("an embedding of limited norm", _embedded(max_norm=0.5), loop("loop")),
@@ -218,8 +212,7 @@ def _double(parameter: Any) -> None:
 
 def _double_for_a_while(training: Training, number: int) -> None:
     if number == 4:
-        weight = training.model[2].weight
-        training.notes.append(weight.register_post_accumulate_grad_hook(_double))
+        training.notes.append(training.model[2].weight.register_post_accumulate_grad_hook(_double))
     if number == CHANGE:
         training.notes[0].remove()
 
@@ -294,8 +287,7 @@ def _enqueue(own: Any, x: torch.Tensor) -> torch.Tensor:
     features = nn.functional.normalize(own.encode(x), dim=-1)
     scores = features @ own.queue.clone().T
     with torch.no_grad():
-        places = (own.place + torch.arange(x.shape[0])) % own.queue.shape[0]
-        own.queue[places] = features
+        own.queue[(own.place + torch.arange(x.shape[0])) % own.queue.shape[0]] = features
         own.place.add_(x.shape[0])
     return scores
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from tests.end_to_end.step_cases.cases import Training, add
-from tests.end_to_end.step_cases.models import WIDTH, Batch, Towers, adamw, autocast_mse, momentum, rows, sgd
+from tests.end_to_end.step_cases.changes import halve_data
+from tests.end_to_end.step_cases.models import WIDTH, Batch, Towers, Wrapped, adamw, autocast_mse, momentum, rows, sgd
 from tests.end_to_end.step_cases.settings import spoiled
 
 CLOSE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-3}
 """Losses and weights are those of eager up to the rounding of bfloat16."""
-
 
 mixed = partial(add, loss=autocast_mse, **CLOSE)
 
@@ -50,38 +50,31 @@ def _swap_for_average(training: Training, number: int) -> None:
         training.model.load_state_dict(average)
 
 
-def _replace_data(training: Training, number: int) -> None:
-    training.model[0].weight.data = 0.5 * training.model[0].weight.data
-
-
 for name, says, before in (
     ("weights are added to", "Before every step.", _add_to_weights),
     ("data of weights is written to", "Before every step.", _write_to_data),
     ("memory of weights is written to", "Before every step, through NumPy.", _write_to_memory),
     ("weights are swapped for their average", "Before every second step.", _swap_for_average),
-    ("data of a weight is replaced", "Before every step.", _replace_data),
+    ("data of a weight is replaced", "Before every step.", lambda training, _: halve_data(training)),
 ):
     mixed(f"autocast: {name}", says, by=adamw, before=before)
 
 # ----------------------------------------------------------------------------------------- what is trained, and how
 
 
-class Tied(nn.Module):
-    """Two layers with one weight, which is also read outside of autocast."""
+def _run_tied(own: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = own.second(own.first(x).tanh()).tanh()
+    if own.reads_outside:
+        with torch.autocast("cpu", enabled=False):
+            hidden = hidden.float() @ own.first.weight.square()
+    return own.head(hidden)
 
-    def __init__(self, reads_outside: bool = False) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-        self.head = nn.Linear(WIDTH, 4)
-        self.reads_outside = reads_outside
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.second(self.first(x).tanh()).tanh()
-        if self.reads_outside:
-            with torch.autocast("cpu", enabled=False):
-                hidden = hidden.float() @ self.first.weight.square()
-        return self.head(hidden)
+def _tied(reads_outside: bool) -> nn.Module:
+    """Return two layers with one weight, which may also be read outside of autocast."""
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+    return Wrapped(_run_tied, first=first, second=second, head=nn.Linear(WIDTH, 4), reads_outside=reads_outside)
 
 
 def _freeze_by_turns(training: Training, number: int) -> None:
@@ -89,8 +82,8 @@ def _freeze_by_turns(training: Training, number: int) -> None:
 
 
 mixed("autocast: a tower is frozen by turns", model=Towers, by=adamw, before=_freeze_by_turns)
-mixed("autocast: tied weights", model=Tied, by=sgd, clip=1.0)
-mixed("autocast: a weight read inside and outside", model=partial(Tied, reads_outside=True), by=adamw)
+mixed("autocast: tied weights", model=partial(_tied, reads_outside=False), by=sgd, clip=1.0)
+mixed("autocast: a weight read inside and outside", model=partial(_tied, reads_outside=True), by=adamw)
 mixed("autocast: clipped with infinity", batch=partial(spoiled, float("inf")), by=momentum, clip=1.0)
 mixed("autocast: one part of a batch of three", model=Towers, by=adamw, count=3, clip=0.5)
 
