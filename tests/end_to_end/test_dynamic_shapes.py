@@ -69,8 +69,7 @@ def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixtur
     inputs = itertools.cycle(batches(LENGTHS))
     options = {"backend": "apollo", "options": EAGER_BODIES}
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        loss_of = lambda run: run(*next(inputs)).square().mean()  # noqa: E731
-        assert_trains_as_in_eager(Pair(), loss_of, steps=len(LENGTHS), **options)
+        assert_trains_as_in_eager(Pair(), lambda run: run(*next(inputs)).square().mean(), steps=len(LENGTHS), **options)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert "Inductor" not in caplog.text
     model = registry.compiled_models()[-1]
@@ -120,8 +119,7 @@ def test_compiled_code_of_every_variant_serves_every_size() -> None:
 def test_variants_are_compared_by_times_for_as_many_elements() -> None:
     """Whatever sizes come; then the winner runs, and other sizes are no drift."""
     model = Pair()
-    options = {**LANES, "plan.compile_share": 1e-6}
-    run = torch.compile(model, backend="apollo", dynamic=True, options=options)
+    run = torch.compile(model, backend="apollo", dynamic=True, options={**LANES, "plan.compile_share": 1e-6})
     with torch.no_grad():
         for left, right in batches(LENGTHS * 1000):
             torch.testing.assert_close(run(left, right), model(left, right), rtol=1e-4, atol=1e-5)
@@ -258,10 +256,6 @@ def test_the_python_side_of_native_bodies_goes_with_them() -> None:
     assert _lane_modules() <= before
 
 
-def _jagged(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(length, 8) for length in lengths], layout=torch.jagged)
-
-
 @sizes("jagged nested tensors as inputs")
 @pytest.mark.filterwarnings("ignore")  # of the cache of torch, which cannot have such tensors in its key
 def test_a_ragged_size_is_refused_in_words() -> None:
@@ -271,7 +265,8 @@ def test_a_ragged_size_is_refused_in_words() -> None:
         return nested.cos() * 2, nested.values() * values
 
     run = torch.compile(mix, backend="apollo", dynamic=True, options=EAGER_BODIES)
-    inputs = _jagged((3, 4)), torch.rand(7, 8)
+    jagged = torch.nested.nested_tensor([torch.ones(length, 8) for length in (3, 4)], layout=torch.jagged)
+    inputs = jagged, torch.rand(7, 8)
     (nested, product), (expected, expected_product) = run(*inputs), mix(*inputs)
     torch.testing.assert_close((nested.values(), product), (expected.values(), expected_product))
     ((_, reason),) = registry.compiled_models()[-1].fallbacks

@@ -17,8 +17,7 @@ from benchmarks.op_infos import MAX_SAMPLES, Case, Result, Several  # noqa: E402
 
 def test_a_few_operators_and_modules_run_in_segments_as_in_eager() -> None:
     """Forward and backward; `make soak` runs all of them. What torch's tests set up is left to a process of its own."""
-    cases = [Case(kind=kind, name=name) for kind, name in op_infos.FEW]
-    for result in op_infos.run_cases(cases, timeout_s=600.0):
+    for result in op_infos.run_cases([Case(kind=kind, name=name) for kind, name in op_infos.FEW], timeout_s=600.0):
         assert (result.outcome, result.problem, result.reasons) == ("passed", "", ()), op_infos.format_result(result)
         assert result.num_in_segments == result.num_graphs == 2, "a forward and a backward"
         assert 2 <= result.num_samples <= MAX_SAMPLES
@@ -45,8 +44,7 @@ def test_samples_are_computed_and_compared_each_on_its_own() -> None:
         "input 0 of sample 0 in step 1",
         "input 0 of sample 1 in step 1",
     }
-    gradient = numbers["gradient of input 0 of sample 0 in step 1"]
-    torch.testing.assert_close(gradient, 2 * torch.tensor([1.0, 2.0]).cos())
+    torch.testing.assert_close(numbers["gradient of input 0 of sample 0 in step 1"], 2 * torch.tensor([1.0, 2.0]).cos())
     assert x.grad is None
 
 
@@ -55,8 +53,7 @@ def test_a_tensor_that_is_given_twice_stays_one() -> None:
     x = torch.ones(2)
     (sample,) = [op_infos.sample_of(lambda x, others: others[0].add_(x), (x, [x]), {})]
     assert len(sample.tensors) == 1
-    numbers = op_infos.run(Several([sample]))
-    torch.testing.assert_close(numbers["input 0 of sample 0 in step 0"], torch.full((2,), 2.0))
+    torch.testing.assert_close(op_infos.run(Several([sample]))["input 0 of sample 0 in step 0"], torch.full((2,), 2.0))
 
 
 def test_each_module_keeps_the_parameters_it_has_for_the_next_run() -> None:

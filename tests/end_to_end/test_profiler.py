@@ -87,9 +87,8 @@ def test_a_profile_has_a_range_per_segment_on_a_thread_named_after_its_lane(
     for event in events:
         if event.name in segments:
             found[event.name].append(event)
-    assert (
-        found.keys() == segments.keys() and len({lane for lane, is_caller in segments.values() if not is_caller}) == 2
-    )
+    assert found.keys() == segments.keys()
+    assert len({lane for lane, is_caller in segments.values() if not is_caller}) == 2
     main = steps[0].tid
     for name, (lane, is_caller) in segments.items():
         assert len(found[name]) == len(steps) == 2

@@ -55,10 +55,6 @@ def _train(model: RandomModel, run: Callable[..., Any], rows: Sequence[int]) -> 
     return outputs, {**gradients, **dict(model.named_buffers())}, relations
 
 
-_infer = torch.no_grad()(_train)
-"""Outputs alone, since none needs a gradient."""
-
-
 def _relations(outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> list[tuple[Any, ...]]:
     """Return of each output whether it has a gradient, and with which tensors it shares memory."""
     tensors = [*outputs, *others]
@@ -78,10 +74,10 @@ def _check(options: dict[str, Any], most: int, most_steps: int = 24) -> int:
     num_lanes: list[int] = []
 
     @settings(max_examples=most)
-    @example(recipe=_ATTENDS_TWICE, use=_train, is_dynamic=False)
+    @example(recipe=[Step(4, 0, 4, 1), Step(4, 0, 5, 1)], use=_train, is_dynamic=False)  # AOTAutograd makes one
     @given(
         recipe=recipes(most_steps),
-        use=st.sampled_from([_train] * 5 + [_infer]),
+        use=st.sampled_from([_train] * 5 + [torch.no_grad()(_train)]),
         is_dynamic=st.sampled_from([False] * 3 + [True]),
     )
     def check(recipe: list[Step], use: Callable[..., Result], is_dynamic: bool) -> None:
@@ -103,10 +99,6 @@ def _check(options: dict[str, Any], most: int, most_steps: int = 24) -> int:
     return sum(count > 1 for count in num_lanes)
 
 
-_ATTENDS_TWICE = [Step(operator=4, left=0, right=4, number=1), Step(operator=4, left=0, right=5, number=1)]
-"""AOTAutograd makes one of the two."""
-
-
 @pytest.mark.slow
 @pytest.mark.robustness("Special operators", "random ones, operator by operator")
 def test_random_models_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
@@ -123,14 +115,10 @@ def test_random_models_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
 @pytest.mark.robustness("Special operators", "random ones, compiled")
 def test_random_models_that_are_compiled_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
     """Fewer, of larger segments, since each of them goes through a compiler."""
-    large = {**free_lanes, "partition.min_segment_share": 0.2}
-    assert _check(large, max(6, settings.default.max_examples // 20)) > 0
+    assert _check({**free_lanes, "partition.min_segment_share": 0.2}, max(6, settings.default.max_examples // 20)) > 0
 
 
-Part = tuple[torch.Tensor, torch.Tensor]
-
-
-def _loss_of_part(model: RandomModel, part: Part) -> torch.Tensor:
+def _loss_of_part(model: RandomModel, part: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return loss_of(model(*part))
 
 

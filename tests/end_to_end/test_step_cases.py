@@ -34,8 +34,6 @@ OPTIONS = {
 }
 """Defects are raised, and plans have lanes where there are any."""
 
-MIN_CASES = 300
-
 _EVERY_TIME = """
 a tuple; a batch with everything; two sizes in turn; weights by words; a layer is frozen; everything is saved and loaded
 an error in the forward; deterministic algorithms; autocast around the step; a term only where a mask has something
@@ -110,17 +108,9 @@ def make_alike(case: Case) -> Training:
 
 def compile_training(training: Training, options: dict[str, Any]) -> Step:
     """Compile the steps of a training."""
-    return compile_step(
-        training.model,
-        training.loss_fn,
-        training.optimizer,
-        microbatches=training.microbatches,
-        clip_grad_norm=training.clip_grad_norm,
-        split=training.split,
-        weigh=training.weigh,
-        keep_gradients=True,
-        options=options,
-    )
+    chosen = {name: getattr(training, name) for name in ("microbatches", "clip_grad_norm", "split", "weigh")}
+    of = (training.model, training.loss_fn, training.optimizer)
+    return compile_step(*of, keep_gradients=True, options=options, **chosen)
 
 
 def take_both(case: Case, step: Step, ours: Training, theirs: Training, number: int) -> str | None:
@@ -179,6 +169,6 @@ def check_refusal(case: Case, ours: Training, theirs: Training) -> None:
 
 def test_the_table_has_cases_enough_and_a_tenth_runs_every_time() -> None:
     """The others run with the marker `soak`."""
-    assert len(TABLE) >= MIN_CASES
+    assert len(TABLE) >= 300
     assert TABLE.keys() >= EVERY_TIME
     assert len(EVERY_TIME) >= len(TABLE) // 10

@@ -50,7 +50,6 @@ LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 @pytest.fixture(autouse=True)
 def _one_graph() -> Iterator[None]:
     """LLaVA checks a number that it reads from a tensor, which breaks the graph otherwise."""
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         yield
 
@@ -65,8 +64,7 @@ class Subject:
 
     def batch(self, count: int, seed: int) -> Batch:
         """Return other samples for every seed."""
-        total = max(COUNTS) * SAMPLES
-        chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: count * SAMPLES]
+        chosen = torch.randperm(max(COUNTS) * SAMPLES, generator=torch.Generator().manual_seed(seed))[: count * SAMPLES]
         return {name: value[chosen] for name, value in self.rows.items()}
 
     def compile(self, optimizer: torch.optim.Optimizer, **options: Any) -> Step:
@@ -94,11 +92,6 @@ def workload(name: str, dropout: float = 0.0) -> Subject:
 def take_loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Take one step as users write it."""
     return run_loop(model, loss_fn, split(batch, 0), optimizer)
-
-
-def in_float64(batch: Batch) -> Batch:
-    """Return the batch for a model in float64."""
-    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def assert_as_accurate(
@@ -140,7 +133,8 @@ def test_steps_of_real_models_are_those_of_the_loop(name: str, kind: str) -> Non
             batch = subject.batch(count, seed)
             wanted = take_loop(models[1], subject.loss_fn, batch, others)
             torch.testing.assert_close(step(batch), wanted, rtol=1e-4, atol=1e-5)
-            take_loop(models[2], subject.loss_fn, in_float64(batch), exact)
+            in_float64 = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
+            take_loop(models[2], subject.loss_fn, in_float64, exact)
         assert_as_accurate(first, *(model.state_dict() for model in (models[2], models[1], models[0])))
     assert ran_as_programs(step, len(COUNTS))
     compilations = [tuner.program.variants.compilation for tuner in step.tuners]

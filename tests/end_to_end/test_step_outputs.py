@@ -135,8 +135,7 @@ def test_outputs_do_not_follow_parameters_or_batches() -> None:
         return _scores(model, batch).square().mean(), next(model.parameters()), batch["x"]
 
     model = TwoTowers(depth=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    step = compile_step(model, loss_fn, optimizer, options=EAGER)
+    step = compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=1e-4), options=EAGER)
     for seed in range(5):
         before, batch = next(model.parameters()).detach().clone(), towers_batch(seed)
         kept = batch["x"].clone()

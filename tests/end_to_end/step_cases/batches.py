@@ -80,8 +80,7 @@ def _made_in_inference_mode(number: int) -> dict[str, Any]:
 
 
 def _bytes(number: int) -> dict[str, Any]:
-    x = torch.randint(256, (SAMPLES, WIDTH), generator=random(number), dtype=torch.uint8)
-    return {**rows(number), "x": x}
+    return {**rows(number), "x": torch.randint(256, (SAMPLES, WIDTH), generator=random(number), dtype=torch.uint8)}
 
 
 def _with_samples(change: Callable[[torch.Tensor], torch.Tensor], number: int) -> dict[str, Any]:
@@ -204,8 +203,7 @@ for name, says, sizes, count, ends in (
 
 
 def _split_unevenly(batch: Batch, count: int) -> Sequence[Batch]:
-    borders = (0, 2, 2, 7, SAMPLES)
-    return [{name: value[a:b] for name, value in batch.items()} for a, b in itertools.pairwise(borders)]
+    return [{name: value[a:b] for name, value in batch.items()} for a, b in itertools.pairwise((0, 2, 2, 7, SAMPLES))]
 
 
 def _split_all_but_temperature(batch: Batch, count: int) -> Sequence[Batch]:

@@ -75,12 +75,11 @@ class Training:
     def observe(self, batch: Any) -> dict[str, Any]:
         """Return everything that a step may change."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        state = getattr(self.optimizer, "state_dict", dict)
         return {
             "parameters": parameters,
             "buffers": dict(self.model.named_buffers(remove_duplicate=False)),
             "gradients": {name: parameter.grad for name, parameter in parameters.items()},
-            "optimizer": state(),
+            "optimizer": getattr(self.optimizer, "state_dict", dict)(),
             "batch": batch,
             "watched": self.watched(self),
         }

@@ -133,8 +133,7 @@ def a_step_inside_of_a_step(model: nn.Module, batch: Batch) -> torch.Tensor:
     weights = dict(model.named_parameters())
 
     def loss_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        out = torch.func.functional_call(model, weights, (batch["x"],))
-        return nn.functional.mse_loss(out, batch["y"])
+        return nn.functional.mse_loss(torch.func.functional_call(model, weights, (batch["x"],)), batch["y"])
 
     gradients = torch.func.grad(loss_of)(weights)
     return loss_of({name: weight - 0.1 * gradients[name] for name, weight in weights.items()})
@@ -237,21 +236,14 @@ def _weighted(own: Any, model: nn.Module, batch: Batch) -> torch.Tensor:
     return (off(model, batch).square() * own.weights).mean()
 
 
-def _loss_module() -> nn.Module:
-    return Wrapped(_weighted, weights=nn.Parameter(torch.ones(CLASSES), requires_grad=False))
-
-
 def _scaled(model: nn.Module, batch: Batch, scale: float) -> torch.Tensor:
     return scale * mse(model, batch)
 
 
-def _train_by(of: Any) -> Training:
-    return train(loss=of())
-
-
-add("a method is the loss function", "Of an object.", _train_by, of=lambda: WithMargin(0.1).loss)
-add("an object is the loss function", "Which can be called.", _train_by, of=lambda: WithMargin(0.1))
-add("a module is the loss function", "With a frozen parameter of its own.", _train_by, of=_loss_module)
+module = Wrapped(_weighted, weights=nn.Parameter(torch.ones(CLASSES), requires_grad=False))
+add("a method is the loss function", "Of an object.", loss=WithMargin(0.1).loss)
+add("an object is the loss function", "Which can be called.", loss=WithMargin(0.1))
+add("a module is the loss function", "With a frozen parameter of its own.", loss=module)
 add("a partial function is the loss function", "With a number.", loss=partial(_scaled, scale=0.5))
 
 
@@ -336,9 +328,8 @@ def _with_texts(number: int) -> dict[str, Any]:
 @loss(batch=_with_texts, **NOT_ONE_GRAPH)
 def a_loss_of_aligned_texts(model: nn.Module, batch: Any) -> torch.Tensor:
     """CTC, whose lengths are tensors."""
-    scores = model(batch["x"]).log_softmax(-1).expand(5, -1, -1)
     lengths = torch.full((len(batch["t"]),), 5), torch.full((len(batch["t"]),), 2)
-    return nn.functional.ctc_loss(scores, batch["t"], *lengths)
+    return nn.functional.ctc_loss(model(batch["x"]).log_softmax(-1).expand(5, -1, -1), batch["t"], *lengths)
 
 
 @case()

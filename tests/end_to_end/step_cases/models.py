@@ -40,16 +40,14 @@ def words(number: int, size: int = SAMPLES, length: int = 5) -> dict[str, Any]:
     """Return texts of words, each with a class; zeros behind their ends."""
     source = random(number)
     text = torch.randint(1, WORDS, (size, length), generator=source)
-    lengths = torch.randint(1, length, (size,), generator=source)
-    text[torch.arange(length) >= lengths[:, None]] = 0
+    text[torch.arange(length) >= torch.randint(1, length, (size,), generator=source)[:, None]] = 0
     return {"words": text, "y": torch.randint(CLASSES, (size,), generator=source)}
 
 
 def images(number: int, size: int = SAMPLES) -> dict[str, Any]:
     """Return images, each with a class."""
     source = random(number)
-    x = torch.randn(size, 3, 8, 8, generator=source)
-    return {"x": x, "y": torch.randint(CLASSES, (size,), generator=source)}
+    return {"x": torch.randn(size, 3, 8, 8, generator=source), "y": torch.randint(CLASSES, (size,), generator=source)}
 
 
 def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
