@@ -138,16 +138,6 @@ def test_no_grad_and_inference_mode_give_eagers_values() -> None:
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
-def test_outputs_under_inference_mode_are_inference_tensors() -> None:
-    """Dynamo compiles code again for tensors of the other kind, as where outputs are the next inputs."""
-    function = torch.compile(lambda x, y: (x @ x, y @ y), **UNCOMPILED)
-    with torch.inference_mode():
-        outputs = function(*function(torch.eye(8), torch.ones(8, 8)))
-    (found,) = registry.find_models(function)
-    assert found.graphs[0].compilation.plan.uses_lanes
-    assert all(each.is_inference() for each in outputs)
-
-
 @pytest.mark.robustness("Training loops", "autocast")
 def test_bf16_autocast_trains_within_its_tolerance() -> None:
     """Autocast is part of the traced graph."""
