@@ -52,7 +52,7 @@ def compilation_of(graph: ir.SegmentGraph, profile: DeviceProfile, costs: ir.Cos
     }
     return Compilation(
         capture=ir.Capture(name=graph.name, role=graph.role, nodes=(), outputs=()),
-        partition=ir.Partition(graph=graph, bodies=tuple(bodies.values()), nodes_by_segment=()),
+        partition=ir.Partition(graph=graph, bodies=tuple(bodies[each] for each in sorted(bodies)), nodes_by_segment=()),
         profile=profile,
         observations=ir.Observations(),
         costs=costs,

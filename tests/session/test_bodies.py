@@ -23,7 +23,7 @@ def test_bodies_that_call_python_are_one_line(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         bodies.log_python_bodies(compilation(), [NATIVE, NATIVE, NATIVE])
         bodies.log_python_bodies(compilation(), [CALLER, NATIVE, CALLER])
-    assert caplog.messages == ["test: segments that call Python run under the GIL: head, embed"]
+    assert caplog.messages == ["test: segments that call Python run under the GIL: embed, head"]
     assert caplog.records[0].levelno == logging.INFO
 
 
