@@ -22,7 +22,7 @@ from apollo_compile.session import registry
 from apollo_compile.target.target import CompiledBody
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.overrides import check_overrides
-from tests.end_to_end.models import STRICT, UNCOMPILED, TwoTowers, assert_trains_as_in_eager, two_tower_loss
+from tests.end_to_end.models import STRICT, TwoTowers, assert_trains_as_in_eager, two_tower_loss
 
 OVERRIDDEN: list[tuple[type, str]] = [
     (CppWrapperCpu, "create"),
@@ -146,7 +146,7 @@ def test_a_write_to_an_expanded_gradient_changes_one_element(
 
 def test_outputs_under_inference_mode_are_inference_tensors() -> None:
     """Dynamo compiles code again for tensors of the other kind, as where outputs are the next inputs."""
-    function = torch.compile(lambda x, y: (x @ x, y @ y), **UNCOMPILED)
+    function = torch.compile(lambda x, y: (x @ x, y @ y), backend="apollo", options=STRICT)
     with torch.inference_mode():
         outputs = function(*function(torch.eye(8), torch.ones(8, 8)))
     (found,) = registry.find_models(function)
