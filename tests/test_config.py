@@ -60,7 +60,7 @@ def test_without_options_and_environment_everything_is_default(tmp_path: Path) -
     ],
 )
 def test_options_are_dotted_or_nested(options: Mapping[str, Any]) -> None:
-    """Or both; others keep their defaults, which a load does not change."""
+    """Both forms may be given; other options keep their defaults, which a load does not change."""
     config = load_config(options)
     assert (config.plan.planner, config.plan.seed, config.disable) == ("serial", 3, True)
     assert config.plan.time_limit_s == Config().plan.time_limit_s

@@ -82,7 +82,7 @@ def test_gangs_are_those_cells_of_an_estimate_that_fit(tmp_path: Path) -> None:
 
 
 def test_a_trace_may_have_empty_lines_and_a_mark_of_its_encoding(tmp_path: Path) -> None:
-    """As editors and spreadsheets write them."""
+    """Editors and spreadsheets write files so."""
     path = tmp_path / "trace.csv"
     path.write_text("\ufeffname,arrival_s,steps,devices,samples,gangs\none,0,3,1,1,h100:1=0.5\n\n", encoding="utf-8")
     assert [job.name for job in read_jobs(path)] == ["one"]

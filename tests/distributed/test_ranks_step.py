@@ -194,7 +194,7 @@ def test_steps_of_a_wrapped_model_are_explained_without_communication(seen: Seen
 
 
 def test_a_mesh_that_cannot_average_is_an_error(seen: Seen) -> None:
-    """Of several dimensions, beside a wrapper, or without a parameter."""
+    """It has several dimensions, is beside a wrapper, or is for a model without a parameter."""
     for result in seen("wrong meshes"):
         assert "mesh has 2 dimensions; expected one" in result["square"] and "mesh['data']" in result["square"]
         assert "cannot average gradients of a DistributedDataParallel over a mesh" in result["wrapped"]

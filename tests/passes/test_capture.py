@@ -465,7 +465,7 @@ def test_a_collective_and_its_wait_are_one_piece(hand: Hand) -> None:
 
 @needs_distributed
 def test_a_collective_without_its_wait_is_refused(hand: Hand) -> None:
-    """So is a wait for what another graph started."""
+    """A wait for what another graph started is refused too."""
     first, other = sum_over_ranks(hand, hand.input("x", 4)), Hand()
     with pytest.raises(UnsupportedGraphError, match=rf"does not wait for the result of collective {first} "):
         hand.capture(first)

@@ -35,7 +35,7 @@ class Busy(nn.Module):
 
 
 class Moving(Busy):
-    """Busy, and writes to a parameter too."""
+    """The graph is busy, and writes to a parameter too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.linear.weight.data.mul_(0.5)

@@ -69,7 +69,7 @@ def test_what_cannot_be_copied_is_named() -> None:
 
 
 def test_attributes_that_autograd_made_are_copied_without_their_history() -> None:
-    """Torch does not copy them; such is the weight of the older `weight_norm`."""
+    """Torch does not copy results of autograd; the weight of the older `weight_norm` is one."""
     model = Counting()
     model.state = [model.linear.weight * 2]
     copied: Any = PrivateCopy(model).run

@@ -211,7 +211,7 @@ def test_wrong_calls_exit_with_two_and_compile_nothing(
 
 @pytest.mark.parametrize("command", ["explain", "report"])
 def test_an_option_that_inductor_refuses_is_one_line(command: str, model_file: str, apollo: Apollo) -> None:
-    """Though it is Dynamo that calls the backend, whose errors it wraps."""
+    """Dynamo calls the backend, and wraps its errors."""
     ran = apollo(command, f"{model_file}:by_name", "--option", "inductor.max_autotune=yes")
     assert ran.code == 2 and "Traceback" not in ran.err
     assert "Unexpected type of attr max_autotune, got str should be bool" in ran.err.splitlines()[-1]

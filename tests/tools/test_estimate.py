@@ -110,7 +110,7 @@ def test_what_cannot_be_estimated_is_an_error(
 
 
 def test_a_frozen_model_has_no_gradients_to_sum() -> None:
-    """Nor does it wait for the link, whatever that is."""
+    """It does not wait for the link, whatever that is."""
     frozen = call(torch.randn(64, 512))
     frozen.model.requires_grad_(False)  # type: ignore[attr-defined]
     slow, fast = (estimate(frozen, [("cpu64", (2,))], link=Link(x, 1e9), max_tensor=1) for x in (1.0, 1e-9))
@@ -118,14 +118,14 @@ def test_a_frozen_model_has_no_gradients_to_sum() -> None:
 
 
 def test_a_number_of_devices_that_nothing_divides_is_told(tmp_path: Path, apollo: Apollo) -> None:
-    """It has no row."""
+    """The count of devices has no row."""
     (tmp_path / "train.py").write_text(MODEL)
     ran = apollo("estimate", f"{tmp_path / 'train.py'}:build", "--devices", "h100:1,5", "--max-tensor", "1")
     assert ran.code == 0 and "nothing divides 64 samples, and the layers of the model, over 5 of h100" in ran.err
 
 
 def test_an_error_of_the_model_begins_with_its_own_line(tmp_path: Path, apollo: Apollo) -> None:
-    """Of a part of the batch, too: that of each device has one sample, which BatchNorm does not take."""
+    """The part of the batch of each device may fail: it has one sample, which BatchNorm does not take."""
     file = tmp_path / "norm.py"
     file.write_text(
         "import torch\n\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"

@@ -114,7 +114,7 @@ def test_an_unknown_submodule_is_refused() -> None:
 
 
 def test_a_module_that_is_named_twice_counts_once() -> None:
-    """Its time would be in two columns."""
+    """The time of a module that is named twice would be in two columns."""
     sizes = {"a": (0, 1)}
     costs = module_costs(Doubler(""), torch.ones(4, 6, 8), sizes=sizes, modules=["inner", "inner"], options=OPTIONS)
     assert costs.names == ("inner", "")

@@ -17,7 +17,7 @@ MASKS = ("const auto& mask", "const bool* from")
 
 
 def test_numbers_are_the_same_to_the_bit() -> None:
-    """Whole vectors and what is left, one seed after another, and as many as fill the counter's low half."""
+    """Compare whole vectors and what is left, one seed after another, and as many as fill the counter's low half."""
 
     def draw(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.rand_like(x), torch.nn.functional.dropout(x.double(), 0.3)
@@ -62,7 +62,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.int64], ids=str)
 def test_masks_are_the_same(dtype: torch.dtype) -> None:
-    """Whole vectors and what is left, for elements of all widths, NaN, and masks that are not next to each other."""
+    """Compare whole vectors and what is left, for elements of all widths, NaN, and masks that are apart in memory."""
     x, y = (5 * torch.randn(2, 37, 53)).to(dtype)
     if dtype in FLOATS:
         x[3, 5:20] = torch.nan

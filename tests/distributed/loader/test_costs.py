@@ -61,7 +61,7 @@ def test_polynomials_of_degree_two_are_exact_everywhere(costs: ModuleCosts) -> N
 
 
 def test_a_sample_beyond_the_table_costs_more_than_one_at_its_end() -> None:
-    """Also where costs per token fell within the table, so that the polynomial through its end turns down."""
+    """Costs per token may have fallen within the table, so that the polynomial through its end turns down."""
     sizes = (16.0, 64.0, 256.0)
     seconds = {
         "alone": [size**0.5 for size in sizes],

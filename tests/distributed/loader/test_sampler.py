@@ -122,7 +122,7 @@ def test_a_resumed_epoch_goes_on_with_the_same_batches(given: int) -> None:
 
 
 def test_a_state_of_the_end_of_an_epoch_leaves_out_nothing_of_the_next_one() -> None:
-    """As of a checkpoint after each epoch: training goes on with `set_epoch` of the next."""
+    """A checkpoint after each epoch is one case: training goes on with `set_epoch` of the next."""
     before, after = samplers(1)[0], samplers(1)[0]
     assert list(before)
     after.load_state_dict(before.state_dict())
