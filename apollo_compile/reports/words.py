@@ -57,8 +57,8 @@ WRONG = 1.1
 
 NOTHING_YET = (
     "nothing compiled for this model has run yet: call the compiled model first. Without a model, report() covers "
-    "everything that was compiled, also with FSDP2. With the option disable or APOLLO_DISABLE=1 nothing is reported; "
-    "nor where Dynamo runs all of a model in eager, and TORCH_LOGS=graph_breaks says why"
+    "everything that was compiled, also with FSDP2. With the option disable or APOLLO_DISABLE=1 nothing is reported. "
+    "Where Dynamo runs all of a model in eager, TORCH_LOGS=graph_breaks says why"
 )
 
 NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold and does not count"

@@ -21,7 +21,7 @@ from apollo_compile.torch_bridge.frontend import compile_plainly
 from apollo_compile.torch_bridge.trees import map_tensors
 
 Made = tuple[Sequence[Any], Sequence[torch.Tensor]]
-"""What the loss function returned, by micro-batch, without graphs, and the gradients of the weighted sum of losses."""
+"""Results of the loss function, by micro-batch, without graphs, and the gradients of the weighted sum of losses."""
 
 
 def is_compile_error(error: Exception) -> bool:

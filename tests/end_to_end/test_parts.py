@@ -51,7 +51,11 @@ def test_models_that_read_parts_train_as_in_eager(name: str, bodies: str) -> Non
     make, shape = CASES[name]
     model, x = make(), torch.randn(shape)
     options = {**STRICT, "runtime.bodies": bodies}
-    loss_of = lambda run: run(x).square().mean()  # noqa: E731
+
+    def loss_of(run: Any) -> torch.Tensor:
+        loss: torch.Tensor = run(x).square().mean()
+        return loss
+
     assert_trains_as_in_eager(model, loss_of, steps=3, backend="apollo", options=options)
 
 

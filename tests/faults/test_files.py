@@ -207,7 +207,7 @@ LOADS: dict[str, Callable[[Path], object]] = {
     "report": Report.load,
     "finding": lambda file: History(file.parent).recall(file.stem),
 }
-"""What reads a file of each kind as a user would."""
+"""Readers of each kind of file, as users call them."""
 
 
 @pytest.mark.parametrize("kind", LOADS)

@@ -181,7 +181,7 @@ def test_a_report_of_nothing_says_what_to_do() -> None:
     assert str(nothing).startswith("nothing compiled for this model has run yet: call the compiled model first")
     assert "Without a model, report() covers everything that was compiled" in str(nothing)
     assert "With the option disable or APOLLO_DISABLE=1 nothing is reported" in str(nothing)
-    assert "where Dynamo runs all of a model in eager, and TORCH_LOGS=graph_breaks says why" in str(nothing)
+    assert "Where Dynamo runs all of a model in eager, TORCH_LOGS=graph_breaks says why" in str(nothing)
     assert "call the compiled model first" in nothing.to_html()
 
 

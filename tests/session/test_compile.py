@@ -296,7 +296,9 @@ def test_a_backward_that_inductor_compiles_alone_reuses_no_memory(
     monkeypatch.setattr(session_compile, "plan_graph", refuse_backward)
     torch.manual_seed(0)
     weight, x, gradient = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64), torch.randn(64, 64)
-    function = lambda x: (x @ weight).sin()  # noqa: E731
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).sin()
 
     def gradients(run: Callable[..., torch.Tensor], count: int) -> list[torch.Tensor]:
         output = run(x)

@@ -104,7 +104,7 @@ class DataParallel:
         self.ranks = find_ranks()
         self._group = replicas.group
         self._settled: dict[tuple[torch.Tensor, ...], Averages] = {}
-        """By the parameters that are trained: ranks freeze some before the same step, which Dynamo makes a loop."""
+        """Averages by the parameters that are trained; ranks freeze some before the same step, which is a loop then."""
 
     @property
     def _parameters(self) -> tuple[torch.Tensor, ...]:

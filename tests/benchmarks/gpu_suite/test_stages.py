@@ -14,7 +14,10 @@ from tests.builders import Clock
 def run(clock: Clock, stages: list[Stage], budget_s: float) -> tuple[Report, list[int]]:
     """Return the report, and how many stages it had each time it was written."""
     report, written = Report(is_dry=False), list[int]()
-    note = lambda report: written.append(len(report.stages))  # noqa: E731
+
+    def note(report: Report) -> None:
+        written.append(len(report.stages))
+
     run_stages(stages, report, budget_s=budget_s, clock=clock, write=note, tell=lambda line: None)
     return report, written
 

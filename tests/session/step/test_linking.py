@@ -174,7 +174,10 @@ def test_a_model_may_assign_a_tensor_to_where_it_was(count: int) -> None:
 
 def test_an_rnn_is_a_loop_and_a_line_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     """And what it says makes the step a program with the same numbers."""
-    loss_fn = lambda model, x: model(x)[0].square().mean()  # noqa: E731
+
+    def loss_fn(model: Any, x: Any) -> Any:
+        return model(x)[0].square().mean()
+
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 8, batch_first=True), torch.randn(4, 5, 6)
     step = compile_step(model, loss_fn, options=EAGER)
