@@ -18,17 +18,7 @@ from pathlib import Path
 
 from apollo_compile.config import Config
 from apollo_compile.errors import InvariantError, PlanFileError
-from apollo_compile.ir import (
-    Capture,
-    CostTable,
-    Lane,
-    Observations,
-    Partition,
-    Plan,
-    SegmentGraph,
-    check,
-    text,
-)
+from apollo_compile.ir import Capture, CostTable, Lane, Observations, Partition, Plan, SegmentGraph, check, text
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.emit import emit_program
@@ -278,13 +268,7 @@ def adopt_decision(own: Compilation, decision: CostedPlan, *, runner: StageRunne
     check.check_costs(decision.costs, graph)
     check.check_plan(decision.plan, graph, decision.costs)
     return compile_plan(
-        own.capture,
-        own.partition,
-        own.observations,
-        decision.costs,
-        decision.plan,
-        profile=own.profile,
-        runner=runner,
+        own.capture, own.partition, own.observations, decision.costs, decision.plan, profile=own.profile, runner=runner
     )
 
 

@@ -40,9 +40,7 @@ def _text(default: str | None = None) -> _Field:
 
 def _texts() -> _Field:
     return _Field(
-        "a list of texts",
-        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-        [],
+        "a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), []
     )
 
 

@@ -195,9 +195,5 @@ def _stop(state: ClusterState, job: int) -> JobPlacement:
     state.left[job] = max(0.0, state.left[job] - done)
     state.service[job] += (state.now_s - running.start_s) * running.gang.devices
     return JobPlacement(
-        job=state.jobs[job].name,
-        gang=running.gang,
-        nodes=running.nodes,
-        start_s=running.start_s,
-        end_s=state.now_s,
+        job=state.jobs[job].name, gang=running.gang, nodes=running.nodes, start_s=running.start_s, end_s=state.now_s
     )

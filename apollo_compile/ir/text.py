@@ -210,7 +210,7 @@ def format_program(program: Program, graph: SegmentGraph) -> str:
     recorded = _segment_by_event(program)
     counts = f"{format_count(program.num_buffers, 'buffer')}, {format_count(program.num_events, 'event')}"
     blocks = [
-        f"program {program.name} ({counts})\ntakes {_buffers(program.inputs)}\nreturns {_buffers(program.outputs)}",
+        f"program {program.name} ({counts})\ntakes {_buffers(program.inputs)}\nreturns {_buffers(program.outputs)}"
     ]
     for lane, instructions in zip(program.lanes, program.instructions, strict=True):
         lines = [f"{format_lane(lane)}:"]

@@ -200,11 +200,7 @@ _ROWS: tuple[tuple[str, Operator, str], ...] = (
     ("aten", copy(is_fusible=False), "complex select_copy slice_copy"),
     ("prims", copy(), "convert_element_type device_put rev"),
     ("aten", copy(formulas.all_but_first_input), "copy"),
-    (
-        "aten",
-        gather(read=formulas.indexed),
-        "gather index index_select take _unsafe_index _unsafe_masked_index",
-    ),
+    ("aten", gather(read=formulas.indexed), "gather index index_select take _unsafe_index _unsafe_masked_index"),
     ("aten", gather(read=formulas.embedded), "embedding"),
     ("aten", gather(1, is_fusible=False), "_embedding_bag _embedding_bag_forward_only"),
     (
@@ -260,11 +256,7 @@ _ROWS: tuple[tuple[str, Operator, str], ...] = (
     ("aten", matmul(formulas.linear_flops, formulas.linear_tiles), "linear"),
     ("aten", convolution(formulas.any_convolution_flops), "convolution _convolution convolution_overrideable"),
     ("aten", convolution(formulas.convolution_flops), "conv1d conv2d conv3d"),
-    (
-        "aten",
-        convolution(formulas.transposed_convolution_flops),
-        "conv_transpose1d conv_transpose2d conv_transpose3d",
-    ),
+    ("aten", convolution(formulas.transposed_convolution_flops), "conv_transpose1d conv_transpose2d conv_transpose3d"),
     ("aten", convolution_backward(), "convolution_backward"),
     (
         "aten",

@@ -169,9 +169,7 @@ def resize_capture(capture: Capture, formulas: Formulas, sizes: Mapping[str, int
     hints = {symbol: sizes[symbol_name] for symbol_name, symbol in formulas.symbols.items()}
     nodes = tuple(
         replace(
-            node,
-            num_bytes=evaluate_formula(num_bytes, hints),
-            work=Work() if work is None else evaluate(work, hints),
+            node, num_bytes=evaluate_formula(num_bytes, hints), work=Work() if work is None else evaluate(work, hints)
         )
         for node, num_bytes, work in zip(capture.nodes, formulas.num_bytes, formulas.work, strict=True)
     )

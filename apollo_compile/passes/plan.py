@@ -90,12 +90,7 @@ def make_plan(
         return to_plan(schedule, execute(problem, schedule), serial, pinned=pinned)
     if planner == "serial":
         return to_plan(serial, execute(problem, serial), serial)
-    effort = Effort(
-        seed=seed,
-        time_limit_s=time_limit_s,
-        work_s=work_s,
-        use_solver=planner == "cp_sat",
-    )
+    effort = Effort(seed=seed, time_limit_s=time_limit_s, work_s=work_s, use_solver=planner == "cp_sat")
     try:
         solution = solve_apart(problem, effort)
     except InfeasiblePlanError as error:

@@ -34,12 +34,7 @@ MAX_READY = 8
 MAX_PLACEMENTS = 8_000
 """Limit of rules x tasks, which bounds the time."""
 
-_CHOICES = (
-    (True, 1e6),
-    (True, 4.0),
-    (False, 2.0),
-    (True, 1.0),
-)
+_CHOICES = ((True, 1e6), (True, 4.0), (False, 2.0), (True, 1.0))
 """by_time and greed of the portfolio's rules, ordered by how often each was best."""
 
 

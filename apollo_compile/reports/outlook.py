@@ -68,8 +68,7 @@ def outlook_of(graphs: Iterable[GraphSummary]) -> Outlook | None:
     if serial_ns < SHORTEST_NS * num_roles:
         return None
     return Outlook(
-        whole_ns=whole_ns_of(serial_ns, num_roles=num_roles),
-        predicted_ns=sum(graph.predicted_ns for graph in planned),
+        whole_ns=whole_ns_of(serial_ns, num_roles=num_roles), predicted_ns=sum(graph.predicted_ns for graph in planned)
     )
 
 

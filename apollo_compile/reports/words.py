@@ -13,15 +13,7 @@ from collections.abc import Sequence
 
 from apollo_compile.ir import GraphBreak, Standing, Variant
 from apollo_compile.ir.text import format_count
-from apollo_compile.reports.values import (
-    Bottleneck,
-    GraphSummary,
-    Limit,
-    ModelSummary,
-    PairSummary,
-    Stage,
-    State,
-)
+from apollo_compile.reports.values import Bottleneck, GraphSummary, Limit, ModelSummary, PairSummary, Stage, State
 from apollo_compile.units import format_ns
 
 

@@ -23,12 +23,7 @@ from typing import Any, Literal, cast
 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _ComputationType,
-    _PipelineContext,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineContext, _PipelineScheduleRuntime
 
 from apollo_compile.errors import PipelinePlanError
 from apollo_compile.torch_bridge.signatures import check_signatures
@@ -151,11 +146,7 @@ class FilledRuntime:
             output_merge_spec=schedule._output_merge_spec,
             scale_grads=schedule.scale_grads,
         )
-        own: Mapping[Any, Any] = {
-            _OwnAction.WORK: self._work,
-            _OwnAction.BEGIN: self._begin,
-            _OwnAction.END: self._end,
-        }
+        own: Mapping[Any, Any] = {_OwnAction.WORK: self._work, _OwnAction.BEGIN: self._begin, _OwnAction.END: self._end}
         self._runtime._comp_type_to_function_map.update(own)
         self.step: Callable[..., Any] = self._runtime.step
         """In place of the schedule's."""

@@ -168,10 +168,7 @@ def _best_changes(
     best = np.argmax(flat, axis=1)
     row, column = np.divmod(best, num_samples + num_bins)
     return _Changes(
-        flat[every, best],
-        own[every, row],
-        np.where(column < num_samples, column, -1),
-        partner_bin[every, column],
+        flat[every, best], own[every, row], np.where(column < num_samples, column, -1), partner_bin[every, column]
     )
 
 

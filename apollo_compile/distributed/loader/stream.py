@@ -54,11 +54,7 @@ class BalancedStreamSampler(Sampler[list[Key]], Generic[Key]):
         self._stream, self._group = stream, group
         size = dist.get_world_size(group)
         self.layout = Layout(
-            batch_size=batch_size,
-            micro_batches=micro_batches,
-            num_ranks=size,
-            group_size=size,
-            even_counts=even_counts,
+            batch_size=batch_size, micro_batches=micro_batches, num_ranks=size, group_size=size, even_counts=even_counts
         )
 
     def __iter__(self) -> Iterator[list[Key]]:

@@ -55,11 +55,7 @@ ReplicaOf = tuple[tuple[int, ...], ...]
 
 
 def fill(
-    schedule: PipelineSchedule,
-    times: StageTimes,
-    encoders: Sequence[Encoder],
-    *,
-    filling: Filling = Filling.FINE,
+    schedule: PipelineSchedule, times: StageTimes, encoders: Sequence[Encoder], *, filling: Filling = Filling.FINE
 ) -> FilledPlan:
     """Return the plan of a step.
 

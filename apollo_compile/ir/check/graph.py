@@ -5,15 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from apollo_compile.ir import (
-    BufferId,
-    Capture,
-    NodeId,
-    NodeKind,
-    Partition,
-    SegmentGraph,
-    SegmentId,
-)
+from apollo_compile.ir import BufferId, Capture, NodeId, NodeKind, Partition, SegmentGraph, SegmentId
 from apollo_compile.ir.check.failure import at_segment, fail, repeated
 from apollo_compile.ir.check.order import closure
 

@@ -57,13 +57,7 @@ from dataclasses import replace
 
 from apollo_compile.config import PartitionConfig
 from apollo_compile.cost_model.fusion import segment_needs
-from apollo_compile.ir import (
-    Capture,
-    Partition,
-    Role,
-    Segment,
-    SegmentGraph,
-)
+from apollo_compile.ir import Capture, Partition, Role, Segment, SegmentGraph
 from apollo_compile.passes.partition.clusters import find_clusters, weight_of
 from apollo_compile.passes.partition.labels import (
     PLACES,

@@ -73,8 +73,7 @@ def build(capture: Capture, clusters: Clusters, contracted: Pieces, is_apart: li
         needs = segment_needs([nodes[node] for node in sorted(content)], outputs=made[s])
         key = _body_key(nodes, content, needed[s], made[s])
         body = bodies.setdefault(
-            key,
-            Body(id=BodyId(len(bodies)), name=name, nodes=content, inputs=needed[s], outputs=made[s]),
+            key, Body(id=BodyId(len(bodies)), name=name, nodes=content, inputs=needed[s], outputs=made[s])
         )
         segments.append(
             Segment(

@@ -162,11 +162,7 @@ class _Wiring:
     """Builds the calls of a step, with names for all values that go from one to the other."""
 
     def __init__(
-        self,
-        micro: MicroBatchGraphs,
-        num_micro_batches: int,
-        shared_inputs: SharedInputs,
-        sharded: ShardedModel | None,
+        self, micro: MicroBatchGraphs, num_micro_batches: int, shared_inputs: SharedInputs, sharded: ShardedModel | None
     ) -> None:
         self._micro = micro
         sizes = {} if sharded is None else {p: sharded.shard_bytes(tensor) for p, tensor in micro.state.items()}
@@ -338,12 +334,7 @@ class _Wiring:
     ) -> None:
         self.calls.append(
             Call(
-                graph=graph,
-                phase=phase,
-                label=label,
-                takes=tuple(takes),
-                makes=tuple(makes),
-                writes=frozenset(writes),
+                graph=graph, phase=phase, label=label, takes=tuple(takes), makes=tuple(makes), writes=frozenset(writes)
             )
         )
 

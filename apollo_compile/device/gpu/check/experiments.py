@@ -354,9 +354,5 @@ def _error(subject: str, text: str) -> CheckResult:
 
 Trial = Callable[[Gpu, Sequence[int], torch.device], CheckResult]
 
-TRIALS: Mapping[str, Trial] = {
-    "hand-overs": try_hand_overs,
-    "training step": try_training_step,
-    "dropout": try_dropout,
-}
+TRIALS: Mapping[str, Trial] = {"hand-overs": try_hand_overs, "training step": try_training_step, "dropout": try_dropout}
 """By the subject of their results."""

@@ -57,15 +57,7 @@ from apollo_compile.device.gpu.run.launch import Launcher, launch_with_room
 from apollo_compile.device.gpu.run.measure import measure_bodies
 from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.errors import CaptureError, MemoryQuotaError, NotReplayedError, UnsupportedGraphError
-from apollo_compile.ir import (
-    LaneId,
-    Observations,
-    Program,
-    Role,
-    SegmentGraph,
-    Trace,
-    Variant,
-)
+from apollo_compile.ir import LaneId, Observations, Program, Role, SegmentGraph, Trace, Variant
 from apollo_compile.target.target import CompiledBody, Contract
 from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
 from apollo_compile.torch_bridge.profiler import is_profiling, named

@@ -146,13 +146,7 @@ def forked(gpu: Gpu, origin: Stream, lanes: Sequence[Stream]) -> Iterator[None]:
 class Launcher:
     """Launches one program, on lanes or inside a capture."""
 
-    def __init__(
-        self,
-        program: Program,
-        bodies: Sequence[BodyFunction],
-        gpu: Gpu,
-        names: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, program: Program, bodies: Sequence[BodyFunction], gpu: Gpu, names: Sequence[str] = ()) -> None:
         """Create the streams of the lanes that the program uses; `names` of the segments are for profilers."""
         self.program = program
         self._bodies = tuple(bodies)
