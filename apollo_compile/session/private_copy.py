@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from apollo_compile.errors import TargetError
-from apollo_compile.torch_bridge.trees import leaves_of
+from apollo_compile.torch_bridge.trees import flatten_objects, leaves_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -96,22 +96,17 @@ def with_batch(call: Arguments, batch: int) -> Arguments:
     Raises:
         TargetError: no tensor has a dimension, or `batch` is below 1.
     """
-    sizes = Counter(leaf.shape[0] for leaf in leaves_of(call, torch.Tensor) if leaf.dim() > 0)
+    leaves, _, build = flatten_objects(call)
+    sizes = Counter(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
     if not sizes or batch < 1:
         raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
-    changed: Arguments = _resize(call, sizes.most_common(1)[0][0], batch)
+    size = sizes.most_common(1)[0][0]
+    changed: Arguments = build([_resize(leaf, size, batch) for leaf in leaves])
     return changed
 
 
 def _resize(value: Any, size: int, batch: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.dim() == 0 or value.shape[0] != size:
-            return value
-        picked = value.detach()[torch.arange(batch, device=value.device) % size]
-        return picked.requires_grad_(value.requires_grad)
-    if isinstance(value, Mapping):
-        return {key: _resize(item, size, batch) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_resize(item, size, batch) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != size:
+        return value
+    picked = value.detach()[torch.arange(batch, device=value.device) % size]
+    return picked.requires_grad_(value.requires_grad)

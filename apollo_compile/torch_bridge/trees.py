@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -38,16 +38,11 @@ def map_together(function: Callable[..., Any], trees: Sequence[Any]) -> Any:
     return pytree.tree_map(function, *trees)
 
 
-def flatten(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of a tree, its structure as a text, and a function that builds the tree from other leaves."""
-    leaves, structure = pytree.tree_flatten(tree)
-    return leaves, str(structure), lambda others: pytree.tree_unflatten(list(others), structure)
-
-
 def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]], Any]]:
-    """Flatten a tree with objects that have named parts.
+    """Return the leaves of a tree, its structure as a text, and a function that builds the tree from other leaves.
 
-    These are data classes, namespaces, and what is like a dictionary, as batches of Hugging Face's tokenizers are.
+    Objects with named parts are trees, too: data classes, namespaces, and what is like a dictionary, as batches of
+    Hugging Face's tokenizers are.
     """
     leaves, structure = pytree.tree_flatten(tree)
     names = [() if isinstance(leaf, torch.Tensor) else _names_of(leaf) for leaf in leaves]
@@ -65,6 +60,19 @@ def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]]
         )
 
     return inner, f"{structure} of {list(map(type, leaves))} with {names}: {inner_structure}", build_all
+
+
+def kind_of_tree(tree: Any) -> Hashable:
+    """Return structure and types of a tree, with shapes and dtypes of tensors; fast for dictionaries and lists."""
+    kind: Any = type(tree)  # which mypy does not take for hashable
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.dtype, tree.requires_grad
+    if kind is dict:
+        return tuple(tree), tuple(map(kind_of_tree, tree.values()))
+    if kind is list or kind is tuple:
+        return kind, tuple(map(kind_of_tree, tree))
+    leaves, structure, _ = flatten_objects(tree)
+    return kind if leaves and leaves[0] is tree else (structure, tuple(map(kind_of_tree, leaves)))
 
 
 def _names_of(value: Any) -> Sequence[str]:

@@ -46,7 +46,7 @@ from apollo_compile.passes.deploy import REST, Deployment
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.nested_graph import run_nested
 from apollo_compile.torch_bridge.private_attributes import keeps_graph, times_written
-from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_tensors
+from apollo_compile.torch_bridge.trees import flatten_objects, leaves_of, map_tensors
 
 _Leaf: TypeAlias = tuple[DividedModule, int | None, torch.Tensor, torch.Tensor]
 """A module, samples of its call (None of a parameter), a tensor with a gradient, and its copy in this rank's graph."""
@@ -103,7 +103,7 @@ class _Call:
 
 
 def _call_of(placed: DividedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    leaves, structure, _ = flatten((args, kwargs))
+    leaves, structure, _ = flatten_objects((args, kwargs))
     tensors, replicas, kind = leaves_of(leaves, torch.Tensor), placed.group.replicas, placed.device.type
     samples = next((each.shape[0] for each in tensors if each.dim()), 0)
     if samples < replicas:

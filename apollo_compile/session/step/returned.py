@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from apollo_compile.errors import TargetError
-from apollo_compile.torch_bridge.trees import flatten, leaves_of, map_leaves, map_tensors, map_together
+from apollo_compile.torch_bridge.trees import flatten_objects, leaves_of, map_leaves, map_tensors, map_together
 
 _WAY_OUT = "(return the tensors instead, and read `step.outputs` after the step)"
 
@@ -30,7 +30,8 @@ def loss_in(returned: Any) -> torch.Tensor:
         TargetError: it is no tensor without dimensions.
     """
     loss = find_loss(returned)
-    unknown = next((each for each in leaves_of(returned) if isinstance(each, Mapping)), None)
+    leaves = () if isinstance(returned, torch.Tensor) else leaves_of(returned)
+    unknown = next((each for each in leaves if isinstance(each, Mapping)), None)
     if unknown is not None:  # its tensors would not be found
         raise TargetError(f"the loss function returned a {type(unknown).__name__}; expected a dict, tuple or list")
     if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -69,7 +70,7 @@ class Outputs:
         """
         if len(self.returned) < 2:
             return self.returned[0] if self.returned else None
-        structures = {flatten(each)[1] for each in self.returned}
+        structures = {flatten_objects(each)[1] for each in self.returned}
         if len(structures) > 1:
             raise TargetError(
                 f"the loss function returned outputs of {len(structures)} structures for {len(self.returned)} "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from apollo_compile.errors import TargetError
-from apollo_compile.torch_bridge.trees import flatten_objects
+from apollo_compile.torch_bridge.trees import flatten_objects, kind_of_tree
 
 Split = Callable[[Any, int], Sequence[Any]]
 """`split(batch, k)` returns k micro-batches."""
@@ -59,10 +59,7 @@ def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
 
 def kind_of(parts: Sequence[Any]) -> Hashable | None:
     """Return structure, shapes and dtypes, for which micro-batches are compiled; None if they are not alike."""
-    kinds: set[Hashable] = set()
-    for leaves, structure, _ in map(flatten_objects, parts):
-        facts = ((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else type(x) for x in leaves)
-        kinds.add((structure, tuple(facts)))
+    kinds = set(map(kind_of_tree, parts))
     return kinds.pop() if len(kinds) == 1 else None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,8 @@ def test_kinds_differ_where_code_would() -> None:
     x = torch.zeros(4, 2)
     assert kind_of([{"x": x}, {"x": x + 1}]) is not None
     assert kind_of([[x, 1], [x, 2]]) is not None
-    others: list[Any] = [x[:2], x.double(), x.clone().requires_grad_(), [x], 1.0]
-    for other in others:
-        assert kind_of([{"x": x}, {"x": other}]) is None
+    named = [SimpleNamespace(x=x), UserDict(x=x), OrderedDict(x=x), SimpleNamespace(y=x), SimpleNamespace(x={"x": x})]
+    others: list[Any] = [x, {"x": x}, {"y": x}, x[:2], x.double(), x.clone().requires_grad_(), [x], (x,), 1.0, *named]
+    for place, other in enumerate(others):
+        assert kind_of([{"x": other}, {"x": copy.copy(other)}]) is not None
+        assert all(kind_of([{"x": other}, {"x": another}]) is None for another in others[:place])
