@@ -182,6 +182,13 @@ class OptimizerInParts:
         return None
 
 
+def zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Call `zero_grad`, unless it is torch's own and there are no gradients: the call takes ten times the look."""
+    is_own = getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
+    if not is_own or any(each.grad is not None for group in optimizer.param_groups for each in group["params"]):
+        optimizer.zero_grad()
+
+
 @functools.cache
 def _warn_of_kernel(name: str, dtype: torch.dtype, device: str) -> None:
     """Warn once per process of a fused kernel that is wrong."""

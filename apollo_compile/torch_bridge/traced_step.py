@@ -39,9 +39,8 @@ def describe_compile_error(error: Exception) -> str:
 def compile_traced_step(
     call_loss: Callable[[Any], tuple[torch.Tensor, Any]],
     parameters: Sequence[torch.Tensor],
-    dtype: torch.dtype,
     settings: Mapping[str, Any],
-) -> Callable[[Sequence[Any], Sequence[float], bool], Made | None]:
+) -> Callable[[Sequence[Any], Sequence[torch.Tensor], bool], Made | None]:
     """Return a function of micro-batches, their weights, and whether Inductor may compile their step, as one graph.
 
     Where it would have to and may not, nothing has run, and the result is None.
@@ -49,7 +48,6 @@ def compile_traced_step(
     Arguments:
         call_loss: returns the loss of a micro-batch, and all that the loss function returned.
         parameters: what gets gradients; all of them are used.
-        dtype: of the loss.
         settings: of Inductor, by their names in `torch._inductor.config`.
     """
     may_compile = [False]  # Dynamo keeps backends for good, so this one holds nothing else of the step
@@ -73,11 +71,11 @@ def compile_traced_step(
 
     compiled = compile_apart(run, backend=compile_graph, fullgraph=True, dynamic=False)
 
-    def call(parts: Sequence[Any], weights: Sequence[float], is_first: bool) -> Made | None:
+    def call(parts: Sequence[Any], weights: Sequence[torch.Tensor], is_first: bool) -> Made | None:
         may_compile[0] = is_first
         try:
             with torch._dynamo.config.patch(trace_autograd_ops=True) if is_first else nullcontext():
-                return compiled(parts, [torch.tensor(each, dtype=dtype) for each in weights])  # type: ignore[no-any-return]
+                return compiled(parts, weights)  # type: ignore[no-any-return]
         except Exception as error:
             if is_first or not is_compile_error(error):
                 raise

@@ -177,11 +177,8 @@ class StepProgram:
         """
         if isinstance(self.optimizer, ReplayedOptimizer) and self.optimizer.take_outdated():
             self.release()
-        if not self._tangents or weights != self._weights:
-            dtype, device = self.micro.loss_dtype, self.micro.device
-            self._weights, self._tangents = weights, [torch.full((), w, dtype=dtype, device=device) for w in weights]
         shared, own = self._sort(inputs)
-        given = [*shared, *own, *self._tangents]
+        given = [*shared, *own, *self.tangents_of(weights)]
         variant = self.variants.current
         taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
         num_returned = self.step.num_micro_batches * len(self.micro.returned)
@@ -193,6 +190,30 @@ class StepProgram:
             if variant not in self._copied:
                 self._copied[variant] = find_shared(made, stored, taken)
             return outputs[:num_returned], own_gradients(made, stored, self._copied[variant])
+
+    def tangents_of(self, weights: Sequence[float]) -> Sequence[torch.Tensor]:
+        """Return the weights of micro-batches as tensors on the device."""
+        if not self._tangents or weights != self._weights:
+            dtype, device = self.micro.loss_dtype, self.micro.device
+            self._weights, self._tangents = weights, [torch.full((), w, dtype=dtype, device=device) for w in weights]
+        return self._tangents
+
+    def use_gradients(self, gradients: Sequence[torch.Tensor], shared: Collection[int]) -> bool:
+        """Use gradients of all parameters as a run does; return whether the optimizer has stepped.
+
+        Those at the places `shared` are copied first. Where clipping or ranks need all, they are left in `.grad`.
+        """
+        parameters, optimizer = self.parameters, self.optimizer
+        gradients = own_gradients(gradients, parameters, shared)
+        if optimizer is None or self.is_clipped or self.step.averages is not None:
+            leave_gradients(parameters, gradients)
+            return False
+        pairs = zip(parameters, gradients, strict=True)
+        leave_gradients(self.kept, [gradient for each, gradient in pairs if id(each) not in self._released])
+        optimizer.updated.clear()
+        optimizer.step(parameters, gradients)
+        optimizer.note_taken()
+        return True
 
     def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the current variant; an error says which parameters had been updated."""

@@ -43,6 +43,7 @@ from apollo_compile.session.step.returned import Outputs, detach_others, loss_in
 from apollo_compile.session.step.split import weigh_parts
 from apollo_compile.session.step.traced import add_gradients, make_traced_step
 from apollo_compile.session.step.tuning import StepTuner, steps_to_compare
+from apollo_compile.torch_bridge.optimizers import zero_gradients
 
 _logger = logging.getLogger(__name__)
 
@@ -51,11 +52,7 @@ class Step:
     """One training step per call; see `compile_step`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        optimizer: torch.optim.Optimizer | None,
-        settings: StepSettings,
+        self, model: nn.Module, loss_fn: LossFunction, optimizer: torch.optim.Optimizer | None, settings: StepSettings
     ) -> None:
         self.config = load_config(settings.options)
         self._model = model
@@ -96,7 +93,7 @@ class Step:
         with nullcontext() if self._data_parallel is None else self._data_parallel.opened():
             self._outputs = Outputs(self._take(parts, weights), weights)
         if self._optimizer is not None and not settings.keep_gradients:
-            self._optimizer.zero_grad()
+            zero_gradients(self._optimizer)
         loss: torch.Tensor = weighted_sum([loss_in(each) for each in self._outputs.returned], weights)
         return loss
 
@@ -157,7 +154,7 @@ class Step:
         """
         self._num_steps += 1
         if self._optimizer is not None:
-            self._optimizer.zero_grad()
+            zero_gradients(self._optimizer)
         if self._data_parallel is not None:
             self._data_parallel.begin_step()
             if not self._data_parallel.is_syncing:  # the user adds up the gradients of several steps
@@ -252,13 +249,11 @@ class Step:
         """Take the step as Dynamo traces it; None where that cannot be compiled."""
         assert tuner.traced is not None, "only existing variants are compared"
         try:
-            returned = tuner.traced.take(parts, weights)
+            returned = tuner.traced.take(parts, weights, self._finish)
         except CandidateError as error:
             tuner.drop_traced(error)
             return None
         tuner.held_back = None
-        if returned is not None:
-            self._finish()
         return returned
 
     def _run_in_eager(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:

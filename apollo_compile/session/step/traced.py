@@ -20,7 +20,7 @@ from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.returned import find_loss, loss_in
-from apollo_compile.torch_bridge.gradients import find_shared, leave_gradients, own_gradients
+from apollo_compile.torch_bridge.gradients import find_shared
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import Made, compile_traced_step, describe_compile_error, is_compile_error
 from apollo_compile.torch_bridge.trees import map_tensors
@@ -61,26 +61,27 @@ class TracedStep:
         """Whether it is compiled, and its step is known to be the loop's."""
         self._program = program
         self._compiled = compiled
-        self._run = compile_traced_step(
-            partial(_call_loss, call), program.parameters, program.micro.loss_dtype, settings
-        )
+        self._run = compile_traced_step(partial(_call_loss, call), program.parameters, settings)
+        self._shared: set[int] = set()
+        """Places of gradients that it computes in memory of others, or laid out otherwise than their parameters."""
 
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any] | None:
-        """Store the gradients of these micro-batches in `.grad`; return the results of the loss function.
+    def take(self, parts: Sequence[Any], weights: Sequence[float], finish: Callable[[], None]) -> Sequence[Any] | None:
+        """Take a step; return the results of the loss function. `finish` ends it where gradients are left in `.grad`.
 
-        The caller clips, and steps the optimizer. The result is None, and nothing has changed, where it is another
-        graph now, or the loop's gradients are not finite, so that it cannot be compared: then this step is a loop.
+        The result is None, and nothing has changed, where it is another graph now, or the loop's gradients are not
+        finite, so that it cannot be compared: then this step is a loop.
 
         Raises:
             CandidateError: it cannot be compiled, or computes other results; nothing has changed.
         """
-        made = self._run(parts, weights, False) if self.is_ready else self._prove(parts, weights)
+        tangents = self._program.tangents_of(weights)
+        made = self._run(parts, tangents, False) if self.is_ready else self._prove(parts, weights)
         if made is None:
             self.is_ready = False
             return None
         returned, gradients = made
-        parameters = self._program.parameters
-        leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
+        if not self._program.use_gradients(gradients, self._shared):
+            finish()
         return returned
 
     def _prove(self, parts: Sequence[Any], weights: Sequence[float]) -> Made | None:
@@ -97,16 +98,18 @@ class TracedStep:
         try:
             with Progress(f"compiling {program.name} as one graph", expected_ns=compile_ns(program)) as progress:
                 progress.at("Inductor, to be compared with the program,")
-                made = self._call(parts, weights)
+                made = self._call(parts, program.tangents_of(weights))
             if not torch.equal(torch.get_rng_state(), drawn):
                 raise CandidateError("it draws other random numbers than the loop")
-            self.is_ready = made is not None and agree(made[1], expected)
+            if made is not None:
+                self.is_ready = agree(made[1], expected)
+                self._shared |= set(find_shared(made[1], program.parameters, ()))
         finally:
             if not self.is_ready:
                 before.restore()
         return made if self.is_ready else None
 
-    def _call(self, parts: Sequence[Any], weights: Sequence[float]) -> Made | None:
+    def _call(self, parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> Made | None:
         try:
             return self._run(parts, weights, True)
         except Exception as error:
@@ -179,10 +182,7 @@ def reason_against_traced(program: StepProgram) -> str | None:
 
 
 def gradients_of_loop(
-    call: Callable[[Any], Any],
-    parts: Sequence[Any],
-    weights: Sequence[float],
-    parameters: Sequence[torch.Tensor],
+    call: Callable[[Any], Any], parts: Sequence[Any], weights: Sequence[float], parameters: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """Return the gradients that `add_gradients` would add, zeros where a loss does not depend on a parameter."""
     total = [torch.zeros_like(parameter) for parameter in parameters]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from apollo_compile.autotune.candidates import CandidateError
 from apollo_compile.ir import Variant
 from apollo_compile.session.step.traced import add_gradients, agree, gradients_of_loop
-from tests.end_to_end.step_cases.turns import compile_nothing
+from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
 from tests.end_to_end.twins import EAGER, chain_batch, chain_loss, compile_step
 from tests.session.step.towers import COMPARED
 
@@ -105,3 +106,37 @@ def test_what_is_trained_may_change_before_inductor_traces_the_step_and_afterwar
     chain_loss(expected, chain_batch(1)).backward()
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep_gradients", [False, True])
+def test_a_traced_step_updates_and_leaves_gradients_as_a_program_does(
+    keep_gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Take the fused kernel, which a loop takes only if the user asks for it; keep gradients that nobody steps."""
+    compile_nothing(monkeypatch)
+    turns = take_turns(monkeypatch)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    stepped = [*model[0].parameters(), *model[2].parameters()]
+    optimizer = torch.optim.AdamW(stepped, lr=1e-2)
+    expected, others = copy.deepcopy((model, optimizer))
+    step = compile_step(model, chain_loss, optimizer, keep_gradients=keep_gradients, options=COMPARED)
+    fused, num_updates = torch._fused_adamw_, Counter[str]()
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **settings: calls.append(fused(*args, **settings)))
+    for number in range(12):
+        calls: list[None] = []
+        model.zero_grad()
+        step(chain_batch(number))
+        expected.zero_grad()
+        chain_loss(expected, chain_batch(number)).backward()
+        others.step()
+        num_updates[turns.latest[-1] if turns.latest else "first"] += len(calls)
+        is_kept = [keep_gradients, keep_gradients, True, True, keep_gradients, keep_gradients]
+        assert [each.grad is not None for each in model.parameters()] == is_kept
+        kept = [
+            (a.grad, b.grad)
+            for a, b in zip(model.parameters(), expected.parameters(), strict=True)
+            if a.grad is not None
+        ]
+        for mine, other in [*kept, *zip(model.parameters(), expected.parameters(), strict=True)]:
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert num_updates[Variant.TRACED] and not num_updates[Variant.EAGER]
