@@ -2,8 +2,9 @@
 
 One in `LOOK_EVERY` steps is watched; the others cost nothing. A sample is the time between two looks, with all that a
 loop does besides. Times have drifted if the medians of `DRIFT_SAMPLES` samples differ by `DRIFT` from the first such
-median twice in a row. A comparison that confirms the verdict doubles the number of samples before the next one: the
-cause was not in the variants, but for example evaluation between steps.
+median twice in a row; also if they are below the time of the winner in an earlier process, where it ran beside other
+work. A comparison that confirms the verdict doubles the number of samples before the next one: the cause was not in the
+variants, but for example evaluation between steps.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ class DriftWatch:
         self._patience = 1
         self.restart(is_confirmed=False)
 
-    def restart(self, *, is_confirmed: bool) -> None:
-        """Start over after a verdict; double the patience if it confirmed the verdict before."""
+    def restart(self, *, is_confirmed: bool, least_ns: float = 0.0) -> None:
+        """Start over after a verdict of steps that take `least_ns`; double the patience if it confirmed the last."""
         self._patience = 2 * self._patience if is_confirmed else 1
+        self._least_ns = LOOK_EVERY * least_ns
         self._before_ns: int | None = None
         self._samples: list[int] = []
         self._usual_ns: float | None = None
@@ -46,5 +48,6 @@ class DriftWatch:
         median = statistics.median(self._samples)
         self._samples.clear()
         self._usual_ns = self._usual_ns or median
-        self._num_off = self._num_off + 1 if abs(median - self._usual_ns) > DRIFT * self._usual_ns else 0
+        is_off = abs(median - self._usual_ns) > DRIFT * self._usual_ns or median < (1 - DRIFT) * self._least_ns
+        self._num_off = self._num_off + 1 if is_off else 0
         return self._num_off >= 2 and self._num_samples >= 2 * DRIFT_SAMPLES * self._patience

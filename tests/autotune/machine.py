@@ -149,10 +149,10 @@ def slow_down(times: Mapping[str, float], forward: Graph, backward: Graph) -> No
     backward.times = {variant: time - time / 3 for variant, time in times.items()}
 
 
-def earlier(variant: str, *losers: str, margin: float = 1.0) -> Verdict:
+def earlier(variant: str, *losers: str, margin: float = 1.0, step_ns: float = 1.0) -> Verdict:
     """Return a verdict of an earlier process, in which each loser took longer than the one before by a margin."""
     standings = tuple(
-        Standing(name=name, step_ns=1.0, ratio=1.0 + place * margin, num_rounds=MIN_ROUNDS)
+        Standing(name=name, step_ns=step_ns, ratio=1.0 + place * margin, num_rounds=MIN_ROUNDS)
         for place, name in enumerate((variant, *losers))
     )
     return Verdict(standings=standings, num_steps=30, is_remembered=True)

@@ -129,6 +129,17 @@ def test_close_variants_of_an_earlier_process_are_compared_again(margin: float, 
         assert {each.name for each in verdict.standings} == {LOOP, SERIAL, PLAN, INDUCTOR}
 
 
+@pytest.mark.parametrize(("step_ms", "is_compared"), [(6, True), (9, False), (20, False)])
+def test_a_verdict_of_an_earlier_process_whose_winner_was_slower_than_steps_are_now_is_made_again(
+    step_ms: float, is_compared: bool
+) -> None:
+    """Doubt a verdict that was found beside other work: its winner alone took 10 ms a step."""
+    subject = Subject({LOOP: step_ms / 2, PLAN: step_ms, INDUCTOR: step_ms / 3})
+    subject.adopt(earlier(PLAN, LOOP, INDUCTOR, step_ns=10 * MS), LOOP, subject.late(INDUCTOR), PLAN)
+    subject.run(2 * DRIFT_SAMPLES * LOOK_EVERY + ENOUGH)
+    assert subject.winners == is_compared * [LOOP] and subject.prepared == []
+
+
 def test_where_sizes_change_nothing_is_watched() -> None:
     """Times of other sizes are no drift."""
     subject = Subject({SERIAL: 20, PLAN: 10}, is_watched=False)
