@@ -22,8 +22,7 @@ def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor
 def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path) -> float:
     """Train on a batch, as a model and as whole steps, and keep all reports."""
     options: dict[str, object] = {"plan.seed": 1, "device.units": 2}
-    unknown = set(options) - set(apollo_compile.known_options())
-    assert not unknown
+    assert not set(options) - set(apollo_compile.known_options())
     before: apollo_compile.Report = apollo_compile.explain(model, (batch["x"],), options=options, profile="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     planned = apollo_compile.explain_step(model, loss_fn, batch, optimizer, microbatches=2, options=options)

@@ -106,8 +106,7 @@ def test_a_saved_value_is_written_although_it_is_fused() -> None:
 
 def test_the_workspace_is_what_crosses_groups_and_is_not_returned() -> None:
     """Nothing inside a group, and no result; what the next group reads last is there until it has run."""
-    chain = [_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,))]
-    assert segment_needs(chain).workspace_bytes == 0
+    assert segment_needs([_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,))]).workspace_bytes == 0
     products = [_node(1, EXP, (0,)), _node(2, MM, (1, 0)), _node(3, MM, (2, 0), size=40), _node(4, MM, (3, 0))]
     assert segment_needs(products).workspace_bytes == 100 + 100  # while the first product runs
     assert segment_needs(products, outputs=[NodeId(1)]).workspace_bytes == 100 + 40  # while the second one runs

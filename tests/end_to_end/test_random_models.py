@@ -57,8 +57,7 @@ def _train(model: RandomModel, run: Callable[..., Any], rows: Sequence[int]) -> 
 
 def _relations(outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> list[tuple[Any, ...]]:
     """Return of each output whether it has a gradient, and with which tensors it shares memory."""
-    tensors = [*outputs, *others]
-    memories = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    memories = [tensor.untyped_storage().data_ptr() for tensor in [*outputs, *others]]
     return [
         (output.requires_grad, [memory == other for other in memories])
         for output, memory in zip(outputs, memories, strict=False)

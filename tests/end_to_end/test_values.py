@@ -347,8 +347,7 @@ def _use_all(own: Any) -> torch.Tensor:
 def test_gradients_are_of_the_values_that_were_used(either: Options) -> None:
     """In each of five ways to use one; Inductor alone reads the buffer again, and its gradients are silently wrong."""
     parameters, buffers = ({use.__name__: torch.randn(4, 4) for use in USES} for _ in range(2))
-    model = Wrapped(_use_all, x=nn.ParameterDict(parameters), **buffers)
-    assert_trains_as_in_eager(model, lambda run: run(), **either)
+    assert_trains_as_in_eager(Wrapped(_use_all, x=nn.ParameterDict(parameters), **buffers), lambda run: run(), **either)
 
 
 def _swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

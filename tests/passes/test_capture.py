@@ -232,8 +232,7 @@ def test_a_seed_is_drawn_and_looked_up_in_one_place(hand: Hand) -> None:
     """The number of a seed would tell equal layers apart, so that the lookup stays with the draw."""
     seeds = hand.call(prims.inductor_seeds.default, 2, torch.device("cpu"))
     lookup = hand.call(prims.inductor_lookup_seed.default, seeds, 1)
-    draw = hand.call(prims.inductor_random.default, [4], lookup, "rand")
-    made = hand.capture(draw)
+    made = hand.capture(hand.call(prims.inductor_random.default, [4], lookup, "rand"))
     assert [node.kind for node in made.nodes] == [NodeKind.COMPUTE, NodeKind.PROJECTION, NodeKind.COMPUTE]
     assert made.nodes[2].after == ()
 
@@ -327,8 +326,7 @@ def test_a_write_through_a_view_is_a_write_into_its_base(hand: Hand) -> None:
     """A reader of the base comes before."""
     state, new = hand.input("state", 4), hand.input("new", 2)
     reader = hand.call(aten.neg.default, state)
-    half = hand.call(aten.slice.Tensor, state, 0, 0, 2)
-    write = hand.call(aten.copy_.default, half, new)
+    write = hand.call(aten.copy_.default, hand.call(aten.slice.Tensor, state, 0, 0, 2), new)
     later = hand.call(aten.exp.default, state)
     made = hand.capture(reader, later)
     assert after(made, write) == {str(reader)}
@@ -343,8 +341,7 @@ def test_a_number_read_from_a_tensor_is_cheap_and_read_before_the_tensor_is_writ
     total = hand.call(operator.add, *numbers)
     product = hand.call(aten.mul.Tensor, x, total)
     write = hand.call(aten.copy_.default, second, first)
-    again = hand.call(aten._local_scalar_dense.default, second)
-    later = hand.call(aten.mul.Tensor, x, again)
+    later = hand.call(aten.mul.Tensor, x, hand.call(aten._local_scalar_dense.default, second))
     made = hand.capture(product, later)
     assert {by_name(made, number).kind for number in (*numbers, total)} == {NodeKind.CHEAP}
     assert after(made, write) == {str(product)}
@@ -500,8 +497,7 @@ def test_a_number_that_only_another_graph_has_read_is_refused(hand: Hand) -> Non
     """As the forward reads it and the backward takes it; on a GPU no lane could stop to read one."""
     count = hand.input("count", dtype=torch.int64)
     number = hand.call(aten._local_scalar_dense.default, count)
-    product = hand.call(aten.mul.Tensor, hand.input("x", 4), number)
-    graph_module = hand.module([product])
+    graph_module = hand.module([hand.call(aten.mul.Tensor, hand.input("x", 4), number)])
     assert capture(graph_module).outputs
     count.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")  # any device that is no CPU
     with pytest.raises(UnsupportedGraphError, match=r"^_local_scalar_dense_default is a number, and no input .* u0 is"):
@@ -628,10 +624,8 @@ def test_a_tensor_of_a_dynamic_size_counts_as_reading_what_its_number_was_read_f
     number = hand.call(torch.ops.aten._local_scalar_dense.default, scale)
     full = hand.call(torch.ops.aten.full.default, [rows], number)
     reader = hand.call(torch.ops.aten.sin.default, full)
-    doubled = hand.call(torch.ops.aten.mul.Tensor, scale, 2)
-    writer = hand.call(torch.ops.aten.copy_.default, scale, doubled)
-    made = hand.capture(reader, writer)
-    assert after(made, writer) >= {reader.name}
+    writer = hand.call(torch.ops.aten.copy_.default, scale, hand.call(torch.ops.aten.mul.Tensor, scale, 2))
+    assert after(hand.capture(reader, writer), writer) >= {reader.name}
 
 
 @pytest.mark.parametrize("count", [3, 4])
@@ -675,8 +669,7 @@ def test_parts_of_what_is_written_to_are_taken_where_they_are_read(hand: Hand) -
         *(hand.call(aten.slice.Tensor, turned, 1, place, place + 1) for place in range(4)),
     ]
     results = [hand.call(aten.exp.default, each) for each in taken]
-    written = hand.call(aten.copy_.default, x, hand.call(aten.exp.default, x))
-    made = hand.capture(*results, written)
+    made = hand.capture(*results, hand.call(aten.copy_.default, x, hand.call(aten.exp.default, x)))
     assert {by_name(made, each).kind for each in taken} == {NodeKind.CHEAP}
 
 

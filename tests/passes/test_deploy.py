@@ -203,8 +203,7 @@ def test_how_a_group_divides_a_module_is_a_choice(memory: int | None, slower: in
     plan = plan_deployment(one(ALONE, REPLICAS, LAYERS, SHARDS, forward=times), cluster(4, memory), seconds=3)
     assert plan.groups[0].key == best.key
     sums = {REPLICAS: 2 * 3 * (1_000 + 500), LAYERS: 2 * (1_000 + 500), SHARDS: 0}[best]
-    own = times[[ALONE, REPLICAS, LAYERS, SHARDS].index(best)]
-    assert plan.step_ns == 3 * own + sums
+    assert plan.step_ns == 3 * times[[ALONE, REPLICAS, LAYERS, SHARDS].index(best)] + sums
     assert plan.memory_bytes == (best.state_bytes + 100 * best.tensor // 4,) * 4
     assert plan.baselines[0].groups[0].key == REPLICAS.key
 

@@ -88,8 +88,7 @@ def test_less_precision_is_as_in_eager(name: str, dtype: torch.dtype) -> None:
     """To the bit: what would be rounded more often than there stays on lists."""
     a, b, c = ([each.to(dtype) for each in part] for part in inputs()[:3])
     arguments = (a, b, c, torch.tensor(1.5, dtype=dtype))
-    graph_module = make_fx(OPERATORS[name], tracing_mode="fake")(*arguments)
-    apart = with_tensors_apart(graph_module)
+    apart = with_tensors_apart(make_fx(OPERATORS[name], tracing_mode="fake")(*arguments))
     assert bool(lists_in(apart)) == name.startswith("addc")
     found = fx.Interpreter(apart).run(*a, *b, *c, arguments[3], enable_io_processing=False)
     torch.testing.assert_close(list(found), list(OPERATORS[name](*arguments)), rtol=0, atol=0)

@@ -199,5 +199,4 @@ def aliases(tensors: Sequence[torch.Tensor], keep: object) -> list[torch.Tensor]
 
 
 def _in_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -26,8 +26,7 @@ def _is_left(padding: int, *, ceil_mode: bool) -> tuple[bool, bool]:
         return torch.ops.aten.avg_pool2d_backward(gradient, image, *window, ceil_mode, True, None)
 
     image = torch.ones(1, 1, 6, 6)
-    pooled = functional.avg_pool2d(image, 3, 2, padding, ceil_mode)
-    graph = make_fx(backward)(pooled, image).graph
+    graph = make_fx(backward)(functional.avg_pool2d(image, 3, 2, padding, ceil_mode), image).graph
     divide_by_clipped_windows(graph)
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.avg_pool2d_backward.default)
     return bool(node.args[6]), is_left_to_aten(node)

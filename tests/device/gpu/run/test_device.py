@@ -50,8 +50,7 @@ def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDL
     for one, its in zip(lanes, natives, strict=True):
         assert its.num_sms == len(one.units)
         for other, others in zip(lanes, natives, strict=True):
-            shared = sms_of(stub, its.stream) & sms_of(stub, others.stream)
-            assert len(shared) == len(set(one.units) & set(other.units))
+            assert len(sms_of(stub, its.stream) & sms_of(stub, others.stream)) == len(set(one.units) & set(other.units))
     assert stub.stub_log().decode().split().count("cuDevSmResourceSplitByCount") == 1
 
 
