@@ -62,6 +62,7 @@ def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
         monkeypatch.delenv(variable)
     monkeypatch.setenv("APOLLO_PROFILE", "cpu")
     monkeypatch.setattr(logging.getLogger("apollo_compile.progress"), "level", logging.WARNING)  # how long: no matter
+    logging.getLogger("apollo_compile").setLevel(logging.NOTSET)  # an option of an earlier test may have set it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_cache_numbers)}"))
     if "torch" not in sys.modules:
         yield
@@ -71,6 +72,13 @@ def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
         monkeypatch.setattr(pickler, "debug_lines", lambda pickler, details: [])
     with importlib.import_module("torch._functorch.config").patch(enable_autograd_cache=False):
         yield
+
+
+@pytest.fixture
+def info_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Take lines of the package from level INFO on; `caplog` has warnings."""
+    caplog.set_level(logging.INFO, logger="apollo_compile")
+    return caplog
 
 
 def pytest_collection_finish() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_a_profile_is_limited_to_the_units_that_were_asked_for(tmp_path: Path) -
 
 @needs_two_cores
 def test_a_profile_of_this_machine_serves_a_process_with_fewer_threads(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, info_log: pytest.LogCaptureFixture
 ) -> None:
     """As in the workers of a `DataLoader`, where torch has one thread; one line says so."""
     num_cores, num_threads, layer, x = os.cpu_count() or 1, torch.get_num_threads(), nn.Linear(8, 8), torch.ones(4, 8)
@@ -62,11 +61,11 @@ def test_a_profile_of_this_machine_serves_a_process_with_fewer_threads(
     options = {"device.profile": path, "runtime.bodies": "eager", "debug.strict": True}
     torch.set_num_threads(1)
     try:
-        with torch.no_grad(), caplog.at_level(logging.INFO, logger="apollo_compile"):
+        with torch.no_grad():
             torch.testing.assert_close(torch.compile(layer, backend="apollo", options=options)(x), layer(x))
     finally:
         torch.set_num_threads(num_threads)
-    assert caplog.text.count(f"device profile {path} is for {num_cores} cores; lanes use 1") == 1
+    assert info_log.text.count(f"device profile {path} is for {num_cores} cores; lanes use 1") == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ state and the batch are compared.
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -73,14 +72,14 @@ def turns(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, objec
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @pytest.mark.parametrize("case", [parameter_of(case) for case in TABLE.values()])
 def test_steps_are_those_of_the_loop_in_eager(
-    case: Case, turns: Turns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    case: Case, turns: Turns, monkeypatch: pytest.MonkeyPatch, info_log: pytest.LogCaptureFixture
 ) -> None:
     """In each of the steps, whichever variant takes it; where a step has to be a loop, a line says why."""
     if not case.is_compiled:
         compile_nothing(monkeypatch)
     ours, theirs = make_alike(case), make_alike(case)
     bodies = {} if case.is_compiled else {"runtime.bodies": "eager"}
-    with caplog.at_level(logging.INFO, "apollo_compile"), torch._inductor.config.patch(fallback_random=True):
+    with torch._inductor.config.patch(fallback_random=True):
         if case.end is End.REFUSED:
             check_refusal(case, ours, theirs)
             return
@@ -89,7 +88,7 @@ def test_steps_are_those_of_the_loop_in_eager(
             problem = take_both(case, step, ours, theirs, number)
             assert problem is None, f"step {number} as {' and '.join(turns.latest) or 'the first loop'}: {problem}"
             turns.latest.clear()
-    check_end(case, step, turns, caplog.text)
+    check_end(case, step, turns, info_log.text)
 
 
 def is_needed(case: Case, step: Step, turns: Turns, number: int) -> bool:

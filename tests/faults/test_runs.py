@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import sys
@@ -240,8 +239,7 @@ def test_a_model_trains_without_the_planners_process(
     monkeypatch.setattr(apart, "COMMAND", command)
     monkeypatch.setattr(apart, "START_LIMIT_S", 1.0 if "sleep(600)" in command[-1] else apart.START_LIMIT_S)
     monkeypatch.setattr(apart, "_num_failures", 0)
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        _check_training({**STRICT, "runtime.bodies": "eager"})
+    _check_training({**STRICT, "runtime.bodies": "eager"})
     assert "the planner's process failed" in caplog.text
     assert [graph.compilation.plan.solver for graph in registry.compiled_models()[-1].graphs] == [None, None]
 
@@ -256,7 +254,7 @@ def test_a_quota_of_the_control_group_means_fewer_units_and_one_line(
     monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "nothing")
     model, x = _model_and_input()
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+    with torch.no_grad():
         options = {**STRICT, "runtime.bodies": "eager", "device.cache": tmp_path}
         run = torch.compile(model, backend="apollo", options=options)
         torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
@@ -267,7 +265,7 @@ def test_a_quota_of_the_control_group_means_fewer_units_and_one_line(
 
 
 def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, info_log: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Nothing is left behind half written; each line says what once."""
     monkeypatch.delenv("APOLLO_PROFILE")
@@ -283,10 +281,10 @@ def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(
     monkeypatch.setattr(Path, "write_text", fill)
     model, x = _model_and_input()
     options = {**STRICT, "debug.dump": tmp_path / "dump", "device.cache": tmp_path / "cache"}
-    with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
+    with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend="apollo", options=options)(x), model(x))
     for line in ("nothing more is dumped", "the plan is not dumped", "the measured device profile is not kept"):
-        assert sum(record.getMessage().startswith(line) for record in caplog.records) == 1, line
+        assert sum(record.getMessage().startswith(line) for record in info_log.records) == 1, line
     assert {path.name for path in (tmp_path / "cache").rglob("*")} <= {LOCK}
     assert {path.name for path in (tmp_path / "dump").rglob("plan.json*")} == set()
     assert registry.find_models(model)[0].graphs
@@ -304,8 +302,7 @@ def test_a_read_only_disk_costs_what_would_be_kept_nothing_else(
         mkdir(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        _check_training({**STRICT, "debug.dump": tmp_path / "dump", "device.cache": tmp_path / "cache"})
+    _check_training({**STRICT, "debug.dump": tmp_path / "dump", "device.cache": tmp_path / "cache"})
     assert [record.getMessage() for record in caplog.records if "dump" in record.getMessage()]
     assert list(tmp_path.iterdir()) == []
 
@@ -339,8 +336,7 @@ def test_all_files_that_are_kept_are_damaged_at_once(
     plan = kept[-1]
     for more, file in (({}, profile), ({"plan.file": plan}, plan)):
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-            found = train(model, lambda run: run(x).square().mean(), steps=3, **_apollo({**options, **more}))
+        found = train(model, lambda run: run(x).square().mean(), steps=3, **_apollo({**options, **more}))
         assert_same_training(expected, found)
         assert len(registry.compiled_models()[-1].graphs) == 2
         (line, *_) = [record.getMessage() for record in caplog.records if str(file) in record.getMessage()]
@@ -398,8 +394,7 @@ def test_shapes_that_change_every_step_are_compiled_twice(caplog: pytest.LogCapt
     """Once for the first shape, once for all others; losses and gradients are those of eager at every shape."""
     sizes = (64, 8, 31, 16, 8, 63, 2, 17)
     eager, _ = _train_on(sizes)
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        apollo, num_graphs = _train_on(sizes, **_apollo({**STRICT, "runtime.bodies": "eager"}))
+    apollo, num_graphs = _train_on(sizes, **_apollo({**STRICT, "runtime.bodies": "eager"}))
     assert_same_training(eager, apollo)
     assert num_graphs == 2
     assert caplog.records == []

@@ -115,13 +115,13 @@ def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.robustness("Values", "shapes that depend on data")
-def test_a_shape_that_depends_on_data_falls_back_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shape_that_depends_on_data_falls_back_in_one_line(info_log: pytest.LogCaptureFixture) -> None:
     """What segments cannot express still runs, and the log says why."""
     layer, x = Chosen(), torch.randn(256)
     run = torch.compile(layer, backend="apollo", options=STRICT)
-    with SIZES_BY_DATA, caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
+    with SIZES_BY_DATA, torch.no_grad():
         torch.testing.assert_close(run(x), layer(x), rtol=1e-4, atol=1e-5)
-    (line,) = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
+    (line,) = [record.getMessage() for record in info_log.records if "falls back" in record.getMessage()]
     assert "no input of the graph says what u0 is" in line
     report = apollo_compile.report(layer)
     (reason,) = report.fallbacks
@@ -330,7 +330,7 @@ def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
     for depth, options in ((1, {"debug.dump": tmp_path}), (2, {"plan.file": tmp_path, "debug.dump": tmp_path / "own"})):
         torch._dynamo.reset()
         model = TwoTowers(depth=depth)
-        with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+        with torch.no_grad():
             run = torch.compile(model, backend="apollo", options={"runtime.bodies": "eager", **options})
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
     (graph,) = registry.find_models(model)[-1].graphs
@@ -355,7 +355,7 @@ def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
         torch.set_num_threads(threads)
         try:
             torch._dynamo.reset()
-            with torch.no_grad(), caplog.at_level(logging.WARNING, logger="apollo_compile"):
+            with torch.no_grad():
                 torch.compile(layer, backend="apollo", options=UNCOMPILED)(x)
         finally:
             torch.set_num_threads(num_threads)

@@ -18,24 +18,22 @@ CALLER, LOST = (
 )
 
 
-def test_bodies_that_call_python_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_bodies_that_call_python_are_one_line(info_log: pytest.LogCaptureFixture) -> None:
     """Nothing is wrong; native ones are not mentioned."""
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        bodies.log_python_bodies(compilation(), [NATIVE, NATIVE, NATIVE])
-        bodies.log_python_bodies(compilation(), [CALLER, NATIVE, CALLER])
-    assert caplog.messages == ["test: segments that call Python run under the GIL: embed, head"]
-    assert caplog.records[0].levelno == logging.INFO
+    bodies.log_python_bodies(compilation(), [NATIVE, NATIVE, NATIVE])
+    bodies.log_python_bodies(compilation(), [CALLER, NATIVE, CALLER])
+    assert info_log.messages == ["test: segments that call Python run under the GIL: embed, head"]
+    assert info_log.records[0].levelno == logging.INFO
 
 
 def test_bodies_that_could_not_be_native_are_one_warning_of_a_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, info_log: pytest.LogCaptureFixture
 ) -> None:
     """With what it costs, why, and what to do; later ones are for whoever wants to know."""
     monkeypatch.setattr(bodies, "_num_warnings", itertools.count())
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        for _ in range(2):
-            bodies.log_python_bodies(compilation(), [NATIVE, LOST, LOST])
-    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
-    (message,) = set(caplog.messages)
+    for _ in range(2):
+        bodies.log_python_bodies(compilation(), [NATIVE, LOST, LOST])
+    assert [record.levelno for record in info_log.records] == [logging.WARNING, logging.INFO]
+    (message,) = set(info_log.messages)
     assert message.startswith("test: 2 of 3 bodies could not be compiled to run without Python, so lanes take turns")
     assert "C++ wrapper failed for segment image.layers.0: no such method; 'apollo doctor' tells" in message

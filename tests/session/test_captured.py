@@ -184,42 +184,37 @@ class Loop:
         raise AssertionError(f"not settled: {self.default.state}")
 
 
-@pytest.fixture(autouse=True)
-def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Take INFO lines of the package, as `APOLLO_LOG=INFO` shows them."""
-    caplog.set_level(logging.INFO, logger="apollo_compile")
-    return caplog
-
-
-def warnings_in(lines: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(log: pytest.LogCaptureFixture) -> list[str]:
     """Return what users see who set no level."""
-    own = [record for record in lines.records if record.name.startswith("apollo_compile")]
+    own = [record for record in log.records if record.name.startswith("apollo_compile")]
     return [record.getMessage() for record in own if record.levelno >= logging.WARNING]
 
 
-def test_a_chain_that_gains_nothing_is_torch_compile(lines: pytest.LogCaptureFixture) -> None:
+def test_a_chain_that_gains_nothing_is_torch_compile(info_log: pytest.LogCaptureFixture) -> None:
     """Its very function, and nothing of ours is compiled; one INFO line says so."""
     loop = Loop(build=chain)
     loop.settle()
-    assert loop.default.models[0].falls_back and not loop.default.gpu.log and not warnings_in(lines)
+    assert loop.default.models[0].falls_back and not loop.default.gpu.log and not warnings_in(info_log)
     assert "nothing to gain" in loop.default.state and is_settled(loop.run)
 
 
-def test_a_graph_with_branches_is_replayed_after_a_few_steps(lines: pytest.LogCaptureFixture) -> None:
+def test_a_graph_with_branches_is_replayed_after_a_few_steps(info_log: pytest.LogCaptureFixture) -> None:
     """Its plan is launched twice, in the second step bodies are timed; each distinct body is compiled once."""
     loop = Loop()
     loop.steps(5)
-    assert loop.ran == 5 * [PLAN] and not warnings_in(lines)
+    assert loop.ran == 5 * [PLAN] and not warnings_in(info_log)
     assert len(list(loop.default.gpu.captures)) == 2, "its forward and its backward"
     assert [graph.executable.num_launches for graph in loop.default.models[0].graphs] <= [2, 3]
     assert all(graph.learner.num_replans == 1 for graph in loop.default.models[0].graphs)
-    assert lines.text.count(" segments (") == 2 and not loop.default.gpu.races
+    assert info_log.text.count(" segments (") == 2 and not loop.default.gpu.races
 
 
 TIMES = r"segments in turn 10\.00 s, plan 8\.00 s"
 
 
-def test_the_plan_competes_with_its_segments_in_turn_and_stays_if_it_is_faster(lines: pytest.LogCaptureFixture) -> None:
+def test_the_plan_competes_with_its_segments_in_turn_and_stays_if_it_is_faster(
+    info_log: pytest.LogCaptureFixture,
+) -> None:
     """Turns of twelve steps, the first after a warm-up; the losers keep no memory."""
     loop = Loop()
     loop.settle(PLAN_WINS)
@@ -292,7 +287,7 @@ def _with_operator(x: torch.Tensor, count: int) -> torch.Tensor:
     ],
 )
 def test_what_is_not_eligible_is_torch_compile_with_one_line(
-    problem: str, reason: str, lines: pytest.LogCaptureFixture
+    problem: str, reason: str, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Its very function; a WARNING says what is wrong with the device, and nothing else is one."""
     ranks = Ranks(dist.HashStore()) if problem == "ranks" else None
@@ -308,7 +303,7 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
         torch.use_deterministic_algorithms(False)
     (model,) = default.models
     assert model.falls_back and not default.gpu.log
-    *warnings, line = [record for record in lines.records if record.name.startswith("apollo_compile")]
+    *warnings, line = [record for record in info_log.records if record.name.startswith("apollo_compile")]
     assert len(warnings) == (problem == "check") and all(reason in each.getMessage() for each in warnings)
     assert line.levelno == logging.INFO
     assert f"0/0 falls back to torch.compile: {reason}" in line.getMessage()
@@ -322,7 +317,7 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
     ],
     ids=["memory", "operation"],
 )
-def test_a_capture_that_fails_leads_to_torch_compile(error: Exception, lines: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_fails_leads_to_torch_compile(error: Exception, info_log: pytest.LogCaptureFixture) -> None:
     """From the next step on, to the same losses, statistics of normalizations included, with one WARNING."""
     loop = Loop(default := Default(**{"debug.strict": False}))
     loop.step()
@@ -332,7 +327,7 @@ def test_a_capture_that_fails_leads_to_torch_compile(error: Exception, lines: py
     assert loop.ran[-3:] == 3 * [INDUCTOR] and default.models[0].falls_back
     name, reason = default.models[0].fallbacks[0]
     assert name == "0/0" and str(error) in reason
-    assert warnings_in(lines) == [f"0/0 falls back to torch.compile: {reason}"]
+    assert warnings_in(info_log) == [f"0/0 falls back to torch.compile: {reason}"]
     for name, value in loop.eager.state_dict().items():
         torch.testing.assert_close(loop.model.state_dict()[name], value, rtol=1e-7, atol=1e-9)
     assert not list(default.gpu.captures)
@@ -352,7 +347,7 @@ def test_a_backward_after_the_way_back_is_that_of_its_forward() -> None:
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-7, atol=1e-9)
 
 
-def test_bodies_that_cannot_be_timed_lead_to_torch_compile(lines: pytest.LogCaptureFixture) -> None:
+def test_bodies_that_cannot_be_timed_lead_to_torch_compile(info_log: pytest.LogCaptureFixture) -> None:
     """A plan by formulas alone is not worth running."""
 
     class Full(BusyGpu):
@@ -362,7 +357,7 @@ def test_bodies_that_cannot_be_timed_lead_to_torch_compile(lines: pytest.LogCapt
     loop = Loop(default := Default(Full()))
     loop.steps(4)
     assert default.models[0].falls_back and loop.ran[-1] == INDUCTOR
-    assert warnings_in(lines) == ["0/0 falls back to torch.compile: OutOfMemoryError: CUDA out of memory."]
+    assert warnings_in(info_log) == ["0/0 falls back to torch.compile: OutOfMemoryError: CUDA out of memory."]
 
 
 def test_a_capture_of_the_user_has_launches_and_changes_nothing() -> None:

@@ -87,10 +87,9 @@ def code_of(model: Callable[..., torch.Tensor], x: torch.Tensor, **options: Any)
 @pytest.mark.parametrize("kind", ["nothing to gain", "a shape that depends on data", "a device without lanes"])
 @pytest.mark.parametrize("mode", [None, pytest.param("max-autotune-no-cudagraphs", marks=pytest.mark.soak)])
 def test_the_code_is_that_of_torch_compile(
-    kind: str, mode: str | None, no_caches: None, caplog: pytest.LogCaptureFixture
+    kind: str, mode: str | None, no_caches: None, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Forward and backward, whatever the reason and the mode; one line for both says why, and nothing is wrong."""
-    caplog.set_level(logging.INFO, logger="apollo_compile")
     model: nn.Module = Product() if kind == "nothing to gain" else Chosen()
     x = a_batch(model)
     if kind == "a device without lanes":
@@ -101,9 +100,9 @@ def test_the_code_is_that_of_torch_compile(
     found = registry.compiled_models()[-1]
     ((name, reason),) = found.fallbacks
     assert found.graphs == [] and name == found.name and reason in str(apollo_compile.report())
-    (line,) = [record for record in caplog.records if "fall" in record.getMessage()]
+    (line,) = [record for record in info_log.records if "fall" in record.getMessage()]
     assert (line.levelno, line.getMessage()) == (logging.INFO, f"{name} falls back to torch.compile: {reason}")
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [record for record in info_log.records if record.levelno >= logging.WARNING] == []
 
 
 def count_traces(tracer: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -261,8 +260,7 @@ def test_a_defect_of_ours_is_no_end_of_training(
     model = Product()
     x = a_batch(model)
     loss = lambda run: run(x).square().mean()  # noqa: E731
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        assert_trains_as_in_eager(model, loss, steps=2, backend="apollo", options={"plan.remember": False})
+    assert_trains_as_in_eager(model, loss, steps=2, backend="apollo", options={"plan.remember": False})
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"{says}ValueError: a defect" in line
     torch._dynamo.reset()
@@ -272,13 +270,12 @@ def test_a_defect_of_ours_is_no_end_of_training(
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_a_graph_that_saves_values_of_a_size_that_is_read_from_a_tensor_falls_back_for_that_reason(
-    caplog: pytest.LogCaptureFixture,
+    info_log: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing fails on the way: strides of such values are known to no one before the graph runs."""
     loss = lambda run: run(torch.ones(2, 5, 16), torch.tensor(3)).square().mean()  # noqa: E731
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        assert_trains_as_in_eager(Trimmed(16, 16), loss, steps=2, backend="apollo", options={"debug.strict": True})
-    (line,) = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
+    assert_trains_as_in_eager(Trimmed(16, 16), loss, steps=2, backend="apollo", options={"debug.strict": True})
+    (line,) = [record.getMessage() for record in info_log.records if "falls back" in record.getMessage()]
     assert "no input of the graph says what" in line
 
 

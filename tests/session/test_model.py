@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from pathlib import Path
@@ -33,18 +32,17 @@ def options_of_chain(granularity: str) -> dict[str, object]:
 
 
 @needs_two_cores
-def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_verdict_is_logged_once_and_stands_in_the_report(info_log: pytest.LogCaptureFixture) -> None:
     """With the time of every variant, and how many steps it took."""
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        run, inputs, found = compiled_towers()
-        assert not registry.is_settled(run)
-        for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
-            run(*inputs).square().mean().backward()
-        (state,) = apollo_compile.report(run).states
-        assert (state.graph, state.stage) == (found.name, "measuring")
-        assert state.num_steps > 0 and Variant.SERIAL in state.detail
-        train_until_settled(run, inputs)
-    (line,) = [r.getMessage() for r in caplog.records if "chosen by measuring" in r.getMessage()]
+    run, inputs, found = compiled_towers()
+    assert not registry.is_settled(run)
+    for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
+        run(*inputs).square().mean().backward()
+    (state,) = apollo_compile.report(run).states
+    assert (state.graph, state.stage) == (found.name, "measuring")
+    assert state.num_steps > 0 and Variant.SERIAL in state.detail
+    train_until_settled(run, inputs)
+    (line,) = [r.getMessage() for r in info_log.records if "chosen by measuring" in r.getMessage()]
     text, metrics = str(apollo_compile.report(run)), apollo_compile.report(run).metrics()
     assert re.match(r"settled after \d+ measured steps: \d\.\d\dx as fast as [\w. ]+ \([\w ]+\)(; .*)?\n", text)
     verdict = found.tuner.verdict
@@ -111,12 +109,11 @@ def test_a_backward_that_comes_after_the_verdict_is_decided_about_too() -> None:
 
 @needs_two_cores
 def test_whoever_asks_for_the_same_numbers_gets_the_plan(
-    deterministic: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    deterministic: None, monkeypatch: pytest.MonkeyPatch, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Variants and plans differ in the last bits, so under deterministic algorithms measured times decide nothing."""
     monkeypatch.setattr("apollo_compile.session.learner.should_replan", lambda *measured: True)
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        run, inputs, found = compiled_towers(**{"plan.replan": True})
+    run, inputs, found = compiled_towers(**{"plan.replan": True})
     plans = [graph.compilation.plan for graph in found.graphs]
     first = run(*inputs)
     for _ in range(ENOUGH // 40):
@@ -126,7 +123,7 @@ def test_whoever_asks_for_the_same_numbers_gets_the_plan(
     assert [graph.variant for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
     assert [graph.compilation.plan for graph in found.graphs] == plans
     assert registry.is_settled(run)
-    assert caplog.text.count("deterministic algorithms are enabled") == 2
+    assert info_log.text.count("deterministic algorithms are enabled") == 2
     assert str(apollo_compile.report(run)).count("not replanned from measurements") == 2
 
 

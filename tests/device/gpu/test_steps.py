@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -185,15 +184,14 @@ def test_a_replay_sees_what_changes_about_the_optimizer(gpu: FakeGpu) -> None:
     assert (program.num_captures, program.num_launches) == (3, 0) and not gpu.races
 
 
-def test_gradients_that_are_in_use_make_a_step_a_loop(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_are_in_use_make_a_step_a_loop(gpu: FakeGpu, info_log: pytest.LogCaptureFixture) -> None:
     """They are in the memory that a replay writes to; once they are released it replays again."""
-    caplog.set_level(logging.INFO, logger="apollo_compile")
     pair = Pair(gpu)
     pair.steps(FIRST + 1)
     held = [parameter.grad for parameter in pair.model.parameters()]
     before, replays = [each.clone() for each in held], pair.program.num_replays
     pair.step()
-    assert pair.program.num_replays == replays and "outputs of an earlier run are in use" in caplog.text
+    assert pair.program.num_replays == replays and "outputs of an earlier run are in use" in info_log.text
     for one, other in zip(held, before, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     held.clear()
@@ -382,12 +380,13 @@ def test_a_loop_that_finds_no_memory_gets_that_of_the_program(gpu: FakeGpu, capl
     assert pair.program.num_captures == captures + 1
 
 
-def test_an_optimizer_that_counts_on_the_host_steps_afterwards(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_counts_on_the_host_steps_afterwards(
+    gpu: FakeGpu, info_log: pytest.LogCaptureFixture
+) -> None:
     """One line says what to change."""
-    caplog.set_level(logging.INFO, logger="apollo_compile")
     pair = Pair(gpu, lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
     pair.steps(FIRST + 2)
-    assert "steps after the program: AdamW counts steps on the host; make it with fused=True" in caplog.text
+    assert "steps after the program: AdamW counts steps on the host; make it with fused=True" in info_log.text
     assert pair.program.num_replays == 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,12 +141,11 @@ def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> No
 
 @pytest.mark.parametrize("moves", (True, False), ids=("replaced", "kept"))
 def test_hooks_on_saved_tensors_leave_the_forward_a_cuda_graph(
-    compiler: Compiler, caplog: pytest.LogCaptureFixture, moves: bool
+    compiler: Compiler, info_log: pytest.LogCaptureFixture, moves: bool
 ) -> None:
     """A backward reads what they return, from wherever it is; a CUDA graph would overwrite what they may have kept."""
-    with caplog.at_level(logging.INFO, logger="apollo_compile.device"):
-        Towers(compiler).steps(6, pack=torch.clone if moves else lambda x: x)
-    lines = [record.message for record in caplog.records if "saved_tensors_hooks" in record.message]
+    Towers(compiler).steps(6, pack=torch.clone if moves else lambda x: x)
+    lines = [record.message for record in info_log.records if "saved_tensors_hooks" in record.message]
     forward, backward = compiler.executables
     assert (forward.num_replays, backward.num_replays, len(lines)) == (4, 0, 1)
     compiler.check()

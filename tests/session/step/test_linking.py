@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -50,17 +49,16 @@ def flat() -> nn.Module:
 
 @pytest.mark.parametrize("make", [siamese, flat])
 def test_state_that_shares_memory_is_updated_when_nothing_reads_it_any_more(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, info_log: pytest.LogCaptureFixture
 ) -> None:
     """The optimizer steps after the program then, which one line says; neighbours in memory need no such care."""
     compile_nothing(monkeypatch)
     torch.manual_seed(0)
     alike = make()  # as `Twins` makes it: a copy would share no memory
     twins = Twins(make, loss_of, sgd, options=COMPARED, expected=alike)
-    with caplog.at_level(logging.INFO, "apollo_compile"):
-        for number in range(20):
-            twins.take(batch_of(number))
-    assert ("shares memory with another input" in caplog.text) is (make is not flat)
+    for number in range(20):
+        twins.take(batch_of(number))
+    assert ("shares memory with another input" in info_log.text) is (make is not flat)
     tuners = twins.step.tuners
     assert tuners and (tuners[0].program.optimizer is not None) is (make is flat)
 
@@ -130,18 +128,17 @@ def counts(model: nn.Module, batch: Batch) -> Any:
     "loss_fn", [lambda model, batch: model(batch), prints, counts], ids=["keeps", "prints", "counts"]
 )
 def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
-    loss_fn: Callable[[nn.Module, Batch], Any], caplog: pytest.LogCaptureFixture
+    loss_fn: Callable[[nn.Module, Batch], Any], info_log: pytest.LogCaptureFixture
 ) -> None:
     """In the log and in the first line of the report; numbers are those of the step that was taken."""
     model = LogsItself()
     step = compile_step(model, loss_fn, options=EAGER)
-    with caplog.at_level("INFO", "apollo_compile"):
-        for seed in range(4):
-            loss, latest = step(chain_batch(seed)), model.latest
-            expected, numbers = loss_fn(model, chain_batch(seed))
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
-            assert step.outputs[1] == pytest.approx(numbers) and latest == pytest.approx(model.latest)
-    assert "read `step.outputs` after the step" in caplog.text
+    for seed in range(4):
+        loss, latest = step(chain_batch(seed)), model.latest
+        expected, numbers = loss_fn(model, chain_batch(seed))
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
+        assert step.outputs[1] == pytest.approx(numbers) and latest == pytest.approx(model.latest)
+    assert "read `step.outputs` after the step" in info_log.text
     assert status(step) == str(report(step)).splitlines()[0]
     assert status(step).startswith("falls back: loop over micro-batches")
 
@@ -172,7 +169,7 @@ def test_a_model_may_assign_a_tensor_to_where_it_was(count: int) -> None:
     assert twins.step.verdicts == ["plan"]
 
 
-def test_an_rnn_is_a_loop_and_a_line_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_rnn_is_a_loop_and_a_line_says_what_to_do(info_log: pytest.LogCaptureFixture) -> None:
     """And what it says makes the step a program with the same numbers."""
 
     def loss_fn(model: Any, x: Any) -> Any:
@@ -181,10 +178,9 @@ def test_an_rnn_is_a_loop_and_a_line_says_what_to_do(caplog: pytest.LogCaptureFi
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 8, batch_first=True), torch.randn(4, 5, 6)
     step = compile_step(model, loss_fn, options=EAGER)
-    with caplog.at_level("INFO", "apollo_compile"):
-        step(x)
+    step(x)
     flag = "torch._dynamo.config.allow_rnn = True"
-    assert f"`{flag}` lets Dynamo trace it" in caplog.text
+    assert f"`{flag}` lets Dynamo trace it" in info_log.text
     with torch._dynamo.config.patch(allow_rnn=True):
         step = compile_step(model, loss_fn, options=EAGER)
         losses = [step(x) for _ in range(3)]

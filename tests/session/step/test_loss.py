@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -131,19 +130,18 @@ FORMS = [
 
 @pytest.mark.parametrize(("loss_fn", "make", "place"), FORMS, ids=lambda each: getattr(each, "__name__", "at"))
 def test_a_loss_function_that_reads_a_number_runs_in_pieces_and_a_line_says_where(
-    loss_fn: Callable[..., torch.Tensor], make: Callable[[], nn.Module], place: str, caplog: pytest.LogCaptureFixture
+    loss_fn: Callable[..., torch.Tensor], make: Callable[[], nn.Module], place: str, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Losses, parameters and buffers are those of the loop in eager, also where another number comes later."""
     twins = Twins(make, loss_fn, SGD, count=2)
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        for seed in range(3):
-            twins.take(batch_of(seed))
-    (line,) = {each.getMessage() for each in caplog.records if "stays a loop" in each.getMessage()}
+    for seed in range(3):
+        twins.take(batch_of(seed))
+    (line,) = {each.getMessage() for each in info_log.records if "stays a loop" in each.getMessage()}
     assert re.search(f"the loss function is not one graph: .* in .*{place}", line), line
     assert [verdict.partition(":")[0] for verdict in twins.step.verdicts] == [Variant.LOOP]
 
 
-def test_a_program_stays_where_code_that_is_no_graph_comes_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_stays_where_code_that_is_no_graph_comes_later(info_log: pytest.LogCaptureFixture) -> None:
     """Steps that the new code is part of run in pieces and are not compiled again; batches of the other kind do not."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -152,11 +150,10 @@ def test_a_program_stays_where_code_that_is_no_graph_comes_later(caplog: pytest.
     is_asked = False
     twins = Twins(layer, loss_fn, SGD)
     kinds = [batch_of(0), {**batch_of(1), "x": batch_of(1)["x"][:, :3]}]
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        for number in range(12):
-            is_asked = number >= 8
-            twins.take(kinds[number % 2])
-    assert sum("stays a loop" in each.getMessage() for each in caplog.records) == 1
+    for number in range(12):
+        is_asked = number >= 8
+        twins.take(kinds[number % 2])
+    assert sum("stays a loop" in each.getMessage() for each in info_log.records) == 1
     assert Variant.PLAN in twins.step.verdicts
 
 

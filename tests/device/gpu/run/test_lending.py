@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 
 import pytest
@@ -85,7 +84,7 @@ def test_gradients_that_are_added_to_those_of_a_launched_run_are_lent(gpu: FakeG
     assert lends(gpu) and counts(forward) == counts(backward) == (2, 1, 6) and not gpu.races
 
 
-def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, info_log: pytest.LogCaptureFixture) -> None:
     """What was lent stays as it was, one line says why, and the memory of the old graphs ends with it."""
     pair = _, backward = make_pair(gpu)
     weight = torch.randn(4)
@@ -94,11 +93,10 @@ def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, capl
     assert lends(gpu)
     wanted, old = kept_for_long.clone(), weakref.ref(gpu.recordings[0].pool)
     gpu.recordings.clear()
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        train(pair, 20, zeroed="before the forward", weight=weight, held=held)
+    train(pair, 20, zeroed="before the forward", weight=weight, held=held)
     assert torch.equal(kept_for_long, wanted) and not lends(gpu)
     assert counts(backward) == (3, 2, 2 + 19) and not gpu.races
-    (line,) = [each.message for each in caplog.records if "gradients" in each.message]
+    (line,) = [each.message for each in info_log.records if "gradients" in each.message]
     assert "a gradient is in use" in line and "call zero_grad before the forward" in line
     assert old() is not None and old() is not gpu.recordings[0].pool
     del kept_for_long

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -80,22 +78,21 @@ def test_released_graphs_leave_no_tensors_behind(gpu: FakeGpu) -> None:
 
 
 def test_too_little_memory_for_a_capture_ends_captures_of_the_model_alone(
-    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+    gpu: FakeGpu, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Of both of its graphs, with what they had captured; the run itself goes on, and the caller can ask."""
     other, other_weight = two_towers(gpu), torch.randn(4)
     run(other, other_weight, 4)
     pair = forward, backward = make_pair(gpu)
     weight = torch.randn(4)
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        step(pair, weight, times=2)
-        _, kept = forward.run([torch.ones(4), weight])
-        gpu.fail_capture = torch.OutOfMemoryError("CUDA out of memory")
-        gradient = backward.run([kept, weight, torch.ones(4)])[0]
-        assert torch.equal(gradient, weight * weight)
-        del kept, gradient
-        step(pair, weight, times=3)
-    assert [record.message for record in caplog.records] == [
+    step(pair, weight, times=2)
+    _, kept = forward.run([torch.ones(4), weight])
+    gpu.fail_capture = torch.OutOfMemoryError("CUDA out of memory")
+    gradient = backward.run([kept, weight, torch.ones(4)])[0]
+    assert torch.equal(gradient, weight * weight)
+    del kept, gradient
+    step(pair, weight, times=3)
+    assert [record.message for record in info_log.records] == [
         "test runs on lanes without a CUDA graph: OutOfMemoryError: CUDA out of memory"
     ]
     assert backward.capture_error == "OutOfMemoryError: CUDA out of memory"
@@ -108,14 +105,13 @@ def test_too_little_memory_for_a_capture_ends_captures_of_the_model_alone(
     assert other.num_launches == launched
 
 
-def test_buffers_that_do_not_fit_are_not_tried(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_buffers_that_do_not_fit_are_not_tried(gpu: FakeGpu, info_log: pytest.LogCaptureFixture) -> None:
     """The message says how much is missing."""
-    caplog.set_level(logging.INFO, logger="apollo_compile")
     gpu.free = 20
     executable, weight = two_towers(gpu), torch.randn(4)
     run(executable, weight, 5)
     assert counts(executable) == (5, 1, 0) and ("rehearse",) not in gpu.log
-    assert "a CUDA graph of test needs 300 B for its buffers, and 20 B are free; use a smaller batch" in caplog.text
+    assert "a CUDA graph of test needs 300 B for its buffers, and 20 B are free; use a smaller batch" in info_log.text
 
 
 def test_a_run_that_finds_no_memory_on_lanes_gets_that_of_cuda_graphs(gpu: FakeGpu) -> None:
@@ -154,9 +150,8 @@ def test_a_device_that_is_turned_off_launches_and_says_so_once(gpu: FakeGpu, cap
     for executable in executables:
         run(executable, weight, 4)
     assert len(list(gpu.captures)) == 2
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        gpu.captures.turn_off("a capture failed")
-        gpu.captures.turn_off("another capture failed")
+    gpu.captures.turn_off("a capture failed")
+    gpu.captures.turn_off("another capture failed")
     assert [record.message for record in caplog.records] == [
         "lanes are off for the rest of this process: a capture failed"
     ]
@@ -190,9 +185,10 @@ def test_a_rehearsal_changes_nothing_that_anybody_sees(gpu: FakeGpu) -> None:
     assert launched == [["lane 1"], ["lane 2"], ["lane 1"]] and not gpu.races
 
 
-def test_what_a_rehearsal_finds_is_told_and_nothing_is_captured(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_rehearsal_finds_is_told_and_nothing_is_captured(
+    gpu: FakeGpu, info_log: pytest.LogCaptureFixture
+) -> None:
     """As a body that waits for the device."""
-    caplog.set_level(logging.INFO, logger="apollo_compile")
     runs = iter(range(100))
 
     def wait(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -203,4 +199,6 @@ def test_what_a_rehearsal_finds_is_told_and_nothing_is_captured(gpu: FakeGpu, ca
     executable, weight = two_towers(gpu, wait, torch.sin, torch.add), torch.randn(4)
     run(executable, weight, 5)
     assert counts(executable) == (5, 1, 0) and ("capture",) not in gpu.log
-    assert "test runs on lanes without a CUDA graph: RuntimeError: called a synchronizing CUDA operation" in caplog.text
+    assert (
+        "test runs on lanes without a CUDA graph: RuntimeError: called a synchronizing CUDA operation" in info_log.text
+    )

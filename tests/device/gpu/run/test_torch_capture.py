@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -185,7 +184,7 @@ def test_a_capture_that_fails_is_forgotten_by_torch(
     """Up to 2.12 by hand, with one more capture, and then there are no lanes."""
     fake.fails[where] = 1
     captures = LiveCaptures()
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"), pytest.raises(RuntimeError, match=f"^no {where}$"):
+    with pytest.raises(RuntimeError, match=f"^no {where}$"):
         fake.capture(captures)
     ours = fake.log[fake.log.index("begin in pool 7 on origin") + 1 :]
     ours = ours[ours.index("end") + 1 :] if where == "end" else ours
