@@ -17,6 +17,7 @@ from apollo_compile.device.open import reason_without_lanes, select_profile
 from apollo_compile.errors import ConfigError
 from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.marks import needs_two_cores
+from tests.torch_settings import threads
 
 CPU = torch.device("cpu")
 
@@ -55,16 +56,12 @@ def test_a_profile_of_this_machine_serves_a_process_with_fewer_threads(
     tmp_path: Path, info_log: pytest.LogCaptureFixture
 ) -> None:
     """As in the workers of a `DataLoader`, where torch has one thread; one line says so."""
-    num_cores, num_threads, layer, x = os.cpu_count() or 1, torch.get_num_threads(), nn.Linear(8, 8), torch.ones(4, 8)
+    num_cores, layer, x = os.cpu_count() or 1, nn.Linear(8, 8), torch.ones(4, 8)
     path = tmp_path / "mine.json"
     save_profile(replace(default_profile(num_cores), source="measured"), path)
     options = {"device.profile": path, "runtime.bodies": "eager", "debug.strict": True}
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            torch.testing.assert_close(torch.compile(layer, backend="apollo", options=options)(x), layer(x))
-    finally:
-        torch.set_num_threads(num_threads)
+    with threads(1), torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend="apollo", options=options)(x), layer(x))
     assert info_log.text.count(f"device profile {path} is for {num_cores} cores; lanes use 1") == 1
 
 

@@ -14,6 +14,7 @@ from apollo_compile.planner.solve import WORK_SHARE, Effort
 from benchmarks.robustness import TESTS
 from benchmarks.sweep import make_options
 from tests.conftest import name_of_line
+from tests.torch_settings import changed
 
 if TYPE_CHECKING:
     from tests.conftest import HowGraphsRan
@@ -44,9 +45,8 @@ def either(request: pytest.FixtureRequest, lanes: dict[str, Any]) -> dict[str, A
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Ask torch for the same numbers every time."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with changed(torch.use_deterministic_algorithms, True, False):
+        yield
 
 
 @pytest.fixture(autouse=True)

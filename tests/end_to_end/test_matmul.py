@@ -27,6 +27,7 @@ from apollo_compile.torch_bridge.settings import may_choose_library
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, two_tower_loss
 from tests.end_to_end.step_cases.models import Wrapped
+from tests.torch_settings import threads
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -142,20 +143,16 @@ def test_code_that_inductor_keeps_the_same_is_left_to_it(
 def test_a_body_with_inductors_own_template_is_right_on_other_numbers_of_cores(made_for: int) -> None:
     """It has blocks for as many threads as there were when it was compiled; lanes have others."""
     left, right = torch.randn(3, 70, 40), torch.randn(3, 40, 50)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(made_for)
+    with threads(made_for):
         with FakeTensorMode() as mode:
             piece = make_fx(lambda a, b: (torch.bmm(a, b),))(*map(mode.from_tensor, (left, right)))
         fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
         with inductor_config.patch({**TUNED, "max_autotune_gemm_backends": "CPP"}):
             (body,) = compile_bodies([("bmm", piece, fakes)], native=True, is_inference=True)
         assert body.entry_address is not None
-        for cores in (1, 2, 3):
-            torch.set_num_threads(cores)
+    for cores in (1, 2, 3):
+        with threads(cores):
             torch.testing.assert_close(body.function([left, right])[0], torch.bmm(left, right))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def products(own: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -37,6 +37,7 @@ from tests.end_to_end.models import (
     two_tower_loss,
 )
 from tests.session.test_compile import SIZES_BY_DATA, Chosen
+from tests.torch_settings import bfloat16_matmuls, changed, threads
 
 UNCOMPILED = {**STRICT, "runtime.bodies": "eager"}
 """For what plans and reports say of segments, whatever runs in them."""
@@ -79,27 +80,20 @@ def test_parameters_can_be_swapped_after_a_compile() -> None:
     run(x).sum().backward()
     assert registry.find_models(layer) and not registry.find_models(nn.Linear(2, 2))
     layer.zero_grad(set_to_none=True)
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    with changed(torch.__future__.set_swap_module_params_on_conversion, True, False):
         layer.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     torch.testing.assert_close(run(x.double()), layer(x.double()))
 
 
 def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error() -> None:
     """`torch.get_float32_matmul_precision` raises then; the setting is part of what graphs are kept under."""
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # a property that monkeypatch cannot put back
-    try:
+    with bfloat16_matmuls():
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
         others = compiler_settings()
         with torch.no_grad():
             torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
-    finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
     assert compiler_settings() != others
 
 
@@ -348,18 +342,14 @@ def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
     # All of this process's cores are its own.
     monkeypatch.setattr("apollo_compile.device.cpu.cores._launchers_cores", list)
     device_open._warn_of_one_thread.cache_clear()
-    num_threads, layer, x = torch.get_num_threads(), nn.Linear(8, 8), torch.ones(4, 8)
+    layer, x = nn.Linear(8, 8), torch.ones(4, 8)
     told = []
-    for rank, threads in (("1", 1), ("0", num_threads), ("0", 1), ("0", 1)):
+    for rank, count in (("1", 1), ("0", torch.get_num_threads()), ("0", 1), ("0", 1)):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        torch.set_num_threads(threads)
-        try:
-            torch._dynamo.reset()
-            with torch.no_grad():
-                torch.compile(layer, backend="apollo", options=UNCOMPILED)(x)
-        finally:
-            torch.set_num_threads(num_threads)
-        told.append([text for text in map(logging.LogRecord.getMessage, caplog.records) if "OMP_NUM_THREADS" in text])
+        torch._dynamo.reset()
+        with threads(count), torch.no_grad():
+            torch.compile(layer, backend="apollo", options=UNCOMPILED)(x)
+        told.append([text for text in caplog.messages if "OMP_NUM_THREADS" in text])
     assert list(map(len, told)) == [0, 0, 1, 1]
     count = len(core_share().own)
     wanted = f"start torchrun with OMP_NUM_THREADS={count}, or call torch.set_num_threads({count})"

@@ -27,6 +27,7 @@ from apollo_compile.session.registry import is_settled, variants_of
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.tools.report import report
 from tests.device.gpu.fake_gpu import FakeGpu
+from tests.torch_settings import changed
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -294,13 +295,10 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
     default = Default(ranks=ranks, found="lane 2 ran on SMs of lane 1" if problem == "check" else None)
     default.gpu.is_captured_by_user = problem == "capture"
     default.device = torch.device("cuda", 0) if problem == "devices" else default.device
-    torch.use_deterministic_algorithms(problem == "fixed")
-    try:
+    with changed(torch.use_deterministic_algorithms, problem == "fixed", False):
         function = _with_operator if problem == "operator" else _with_size
         run = torch.compile(function, backend=default, dynamic=problem == "sizes")
         torch.testing.assert_close(run(torch.ones(3), 5), torch.full((3,), 5.0))
-    finally:
-        torch.use_deterministic_algorithms(False)
     (model,) = default.models
     assert model.falls_back and not default.gpu.log
     *warnings, line = [record for record in info_log.records if record.name.startswith("apollo_compile")]

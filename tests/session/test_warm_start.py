@@ -26,6 +26,7 @@ from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 from tests.failures import raising
 from tests.session.trained import AUTOTUNED, compiled_towers, hits, train_until_settled, training_of, warm
+from tests.torch_settings import changed
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -137,11 +138,8 @@ def test_settings_of_attention_are_part_of_the_key() -> None:
     q, k, v = torch.randn(3, 2, 4, 16, 8).unbind()
     for expected, flash in [((0, 1), True), ((0, 2), False), ((1, 2), True)]:
         torch._dynamo.reset()
-        torch.backends.cuda.enable_flash_sdp(flash)
-        try:
+        with changed(torch.backends.cuda.enable_flash_sdp, flash, True):
             torch.compile(nn.functional.scaled_dot_product_attention, backend="apollo", options=STRICT)(q, k, v)
-        finally:
-            torch.backends.cuda.enable_flash_sdp(True)
         assert hits() == expected
 
 

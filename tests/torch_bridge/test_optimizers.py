@@ -12,6 +12,7 @@ import torch
 
 from apollo_compile.torch_bridge import optimizers
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
+from tests.torch_settings import changed
 
 CASES: list[tuple[str, Mapping[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
@@ -40,8 +41,7 @@ def test_steps_in_parts_are_those_of_the_optimizer(
 ) -> None:
     """Parameters and state, up to the rounding of a fused kernel; bit by bit with deterministic algorithms."""
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(are_numbers_fixed)
-    try:
+    with changed(torch.use_deterministic_algorithms, are_numbers_fixed, False):
         mine = [torch.nn.Parameter(torch.randn(3 + number, 4)) for number in range(4)]
         others = copy.deepcopy(mine)
         own, expected = (
@@ -66,8 +66,6 @@ def test_steps_in_parts_are_those_of_the_optimizer(
             parts.step(mine[1:3], gradients[1:3])
             parts.step([mine[0], mine[3]], [gradients[0], gradients[3]])
             assert all(parameter.grad is None for parameter in mine)
-    finally:
-        torch.use_deterministic_algorithms(False)
     tolerance = {"rtol": 0.0, "atol": 0.0} if are_numbers_fixed else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(mine, others, **tolerance)
     torch.testing.assert_close(own.state_dict(), expected.state_dict(), **tolerance)

@@ -7,6 +7,7 @@ import torch
 import torch._inductor.config as inductor_config
 
 from apollo_compile.torch_bridge.settings import current_settings, may_choose_library
+from tests.torch_settings import bfloat16_matmuls, changed
 
 
 def test_a_setting_that_torch_gave_up_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,19 +22,10 @@ def test_a_setting_that_torch_gave_up_is_no_warning(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_the_user_may_have_forbidden_a_choice_of_libraries() -> None:
-    """Deterministic algorithms, oneDNN switched off, less precision."""
+    """Deterministic algorithms, oneDNN switched off and less precision each leave the choice to Inductor."""
     assert may_choose_library()
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert not may_choose_library()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not may_choose_library()
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    try:
-        assert not may_choose_library()
-    finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
-    assert may_choose_library()
+    fixed_numbers = changed(torch.use_deterministic_algorithms, True, False)
+    for forbidding in (fixed_numbers, torch.backends.mkldnn.flags(enabled=False), bfloat16_matmuls()):
+        with forbidding:
+            assert not may_choose_library()
+        assert may_choose_library()

@@ -17,6 +17,7 @@ from apollo_compile.device.cpu.runtime import RuntimeTimes
 from apollo_compile.ir import KernelKind, Work
 from apollo_compile.target.lanes import lane_catalogue
 from apollo_compile.target.profile import DeviceProfile
+from tests.torch_settings import threads
 
 
 def is_complete(profile: DeviceProfile, units: int) -> bool:
@@ -38,10 +39,10 @@ def test_a_calibration_measures_everything(units: int) -> None:
     """Progress ends at its total; torch keeps its threads."""
     if available_units() < units:
         pytest.skip("torch can use one core")
-    threads, steps = torch.get_num_threads(), []
+    num_threads, steps = torch.get_num_threads(), []
     result = calibrate(units, rounds=3, progress=lambda what, done, total: steps.append((what, done, total)))
     assert is_complete(result.profile, units)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == num_threads
     assert list(dict.fromkeys(what for what, *_ in steps)) == ["compiling test segments", "measuring", "done"]
     assert [done for _, done, _ in steps] == list(range(len(steps)))
     assert steps[-1][1] + 1 == steps[-1][2]
@@ -59,18 +60,15 @@ def test_matmuls_are_timed_as_bodies_compute_them(monkeypatch: pytest.MonkeyPatc
     """Each number of units has calls of its own, in float32, at the sizes for which bodies have a choice."""
     timed: list[tuple[int, int]] = []
     monkeypatch.setattr(probes, "call_as_bodies", lambda size, cores: lambda: timed.append((size, cores)))
-    threads, kind = torch.get_num_threads(), (KernelKind.MATMUL, "float32")
-    try:
-        for matmul in (each for each in probes.make_probes((1, 2)) if (each.kind, each.dtype) == kind):
-            for units in (1, 2):
-                timed.clear()
-                torch.set_num_threads(units)
+    kind = (KernelKind.MATMUL, "float32")
+    for matmul in (each for each in probes.make_probes((1, 2)) if (each.kind, each.dtype) == kind):
+        for units in (1, 2):
+            timed.clear()
+            with threads(units):
                 matmul.time(0, units)
-                found = {(2 * size**3, cores) for size, cores in timed}
-                assert found == ({(matmul.flops, units)} if matmul.flops >= LEAST_FLOPS else set())
-                assert len(matmul.times[units]) == 1
-    finally:
-        torch.set_num_threads(threads)
+            found = {(2 * size**3, cores) for size, cores in timed}
+            assert found == ({(matmul.flops, units)} if matmul.flops >= LEAST_FLOPS else set())
+            assert len(matmul.times[units]) == 1
 
 
 COUNTS = (1, 2)

@@ -13,18 +13,16 @@ from apollo_compile.device.cpu.target import CpuTarget
 from apollo_compile.json_form import from_json
 from apollo_compile.store.profiles import cached_profile_path, default_profile, save_profile
 from apollo_compile.target.fingerprint import Fingerprint
+from tests.torch_settings import threads
 
 
 def test_findings_depend_on_the_machine_and_on_the_number_of_threads() -> None:
     """Torch's version is in the fingerprint."""
-    target, threads = CpuTarget(default_profile(1), load_config()), torch.get_num_threads()
+    target = CpuTarget(default_profile(1), load_config())
     before = target.circumstances()
     assert from_json(Fingerprint, before[0]) == machine_fingerprint(1)
-    try:
-        torch.set_num_threads(threads + 1)
+    with threads(torch.get_num_threads() + 1):
         assert target.circumstances() != before
-    finally:
-        torch.set_num_threads(threads)
     assert target.circumstances() == before
 
 

@@ -6,8 +6,8 @@ import copy
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.end_to_end.step_cases.cases import CHANGE, EITHER, RAISES, Training, add, loop, train
 from tests.end_to_end.step_cases.models import CLASSES, WIDTH, Batch, Towers, adamw, chain, mse, rows, sgd
+from tests.torch_settings import changed
 
 # ---------------------------------------------------------------------------------------------------- what is trained
 
@@ -177,22 +178,15 @@ failing("a key is missing at times", batch=lambda n: {"x": rows(n)["x"]} if n in
 # ------------------------------------------------------------------------------------------------- the state of torch
 
 
-@contextmanager
-def _within(change: Callable[[Any], Any], inside: Any, outside: Any) -> Iterator[None]:
-    change(inside)
-    yield
-    change(outside)
-
-
 bfloat16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-deterministic = partial(_within, torch.use_deterministic_algorithms, True, False)
+deterministic = partial(changed, torch.use_deterministic_algorithms, True, False)
 within = partial(add, model=Towers, by=adamw)
 within("autocast around the step", around=bfloat16, rtol=2e-2, atol=2e-3, **EITHER)
 within("gradients are off around the step", "Backward raises, in eager too.", around=torch.no_grad, **RAISES)
 within("inference mode around the step", "Backward raises, in eager too.", around=torch.inference_mode, **RAISES)
 within("gradients are on around the step", "As they are.", around=torch.enable_grad)
 within("deterministic algorithms", "Nothing is compared.", around=deterministic, rtol=1e-6, atol=1e-7)
-anomalies = partial(_within, torch.autograd.set_detect_anomaly, True, False)
+anomalies = partial(changed, torch.autograd.set_detect_anomaly, True, False)
 follows_no_mode = loop("torch looks for anomalies")
 within(
     "anomalies are looked for",
@@ -225,4 +219,4 @@ eager = partial(torch.compiler.set_stance, "force_eager")
 at_times("torch.compile is told to run eager at times", inside=eager, reason="set_stance asks for 'force_eager'")
 
 add("dynamo forgets everything", "As a notebook might ask it to.", change=lambda _: torch._dynamo.reset())
-add("another default dtype", around=partial(_within, torch.set_default_dtype, torch.float64, torch.float32))
+add("another default dtype", around=partial(changed, torch.set_default_dtype, torch.float64, torch.float32))

@@ -8,6 +8,7 @@ import torch
 from apollo_compile.torch_bridge.upstream_bugs import fused_updates
 from apollo_compile.torch_bridge.upstream_bugs.fused_updates import differs_from_plain
 from tests.torch_bridge.upstream_bugs.defects import assert_as_listed
+from tests.torch_settings import changed
 
 CPU = torch.device("cpu")
 
@@ -43,11 +44,8 @@ def test_kernels_of_full_precision_do_what_the_plain_update_does(
 def test_another_default_dtype_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain update counts steps in it, the fused one in float32."""
     monkeypatch.setattr(fused_updates, "_differs", fused_updates._differs.__wrapped__)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with changed(torch.set_default_dtype, torch.float64, torch.float32):
         assert not differs_from_plain(torch.optim.Adam, {}, torch.float64, CPU)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def test_a_kernel_that_computes_something_else_is_found() -> None:

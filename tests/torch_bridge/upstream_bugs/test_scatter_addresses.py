@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,20 +10,11 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import fixed_scatters
 from tests.torch_bridge.upstream_bugs.defects import assert_as_listed
+from tests.torch_settings import threads
 
 
-@pytest.fixture
-def _two_threads() -> Iterator[None]:
-    """One alone adds without atomic operations, and at the right addresses."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_two_threads")
 def test_torch_adds_transposed_values_elsewhere() -> None:
-    """The first matrix of the table gets the transposed one."""
+    """The first matrix of the table gets the transposed one, unless one thread adds without atomic operations."""
     if not pick_vec_isa():
         pytest.skip("Inductor makes no code with tiles for a CPU without vectors")
 
@@ -33,7 +22,8 @@ def test_torch_adds_transposed_values_elsewhere() -> None:
         return torch.zeros(4, 16, 16).index_put((where,), x.t().unsqueeze(0) * 2, accumulate=True)
 
     x, where = torch.arange(256.0).view(16, 16), torch.tensor([0])
-    added = torch.compile(add, backend="inductor")(x, where)
+    with threads(2):
+        added = torch.compile(add, backend="inductor")(x, where)
     assert_as_listed("scatter_addresses.py", is_there=not torch.equal(added, add(x, where)))
 
 
