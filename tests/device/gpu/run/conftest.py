@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.device.gpu.fake_gpu import FakeGpu
 
@@ -11,3 +12,9 @@ from tests.device.gpu.fake_gpu import FakeGpu
 def gpu() -> FakeGpu:
     """Make a device of two units."""
     return FakeGpu(units=2)
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    """Make a parameter."""
+    return torch.randn(4)

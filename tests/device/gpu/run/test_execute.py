@@ -117,10 +117,9 @@ def counts(executable: CudaExecutable) -> tuple[int, int, int]:
     return executable.num_launches, executable.num_captures, executable.num_replays
 
 
-def test_the_first_runs_are_on_lanes_and_later_ones_replay(gpu: FakeGpu) -> None:
+def test_the_first_runs_are_on_lanes_and_later_ones_replay(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """Other inputs at every run; the outputs of a run live as long as that of an eager model."""
     executable = two_towers(gpu)
-    weight = torch.randn(4)
     results = []
     for step in range(6):
         x = torch.randn(4)
@@ -213,12 +212,11 @@ def test_a_failed_capture_is_told_once_and_lanes_stay(gpu: FakeGpu, info_log: py
         strict.run([torch.randn(4), weight])
 
 
-def test_an_operator_that_must_not_be_captured_is_launched_at_every_step(gpu: FakeGpu) -> None:
+def test_an_operator_that_must_not_be_captured_is_launched_at_every_step(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """It counts its calls; nor is it called to time its body."""
     calls = itertools.count(1)
     executable = two_towers(gpu, lambda x, weight: torch.full((4,), float(next(calls))), torch.sin, torch.add)
     executable = replace(executable, contract=replace(executable.contract, unsafe="mine::count"), num_launches=0)
-    weight = torch.randn(4)
     for number in range(1, 6):
         x = torch.randn(4)
         out, _ = executable.run([x, weight])
@@ -228,13 +226,12 @@ def test_an_operator_that_must_not_be_captured_is_launched_at_every_step(gpu: Fa
     assert counts(executable) == (5, 0, 0)
 
 
-def test_lanes_wait_for_every_stream_that_may_read_what_they_made(gpu: FakeGpu) -> None:
+def test_lanes_wait_for_every_stream_that_may_read_what_they_made(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """The memory of what one caller still reads on its stream is given to a run that another one starts.
 
     A graph that may write to any tensor is never captured, since its addresses cannot be held to.
     """
     executable = two_towers(gpu, written=None)
-    weight = torch.randn(4)
     for _ in range(2):
         gpu.caller = CALLER
         out, _ = executable.run([torch.randn(4), weight])
@@ -265,7 +262,7 @@ def test_one_thread_at_a_time_launches_on_a_device(gpu: FakeGpu) -> None:
     assert most == [1]
 
 
-def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu) -> None:
+def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """On lanes and in a capture."""
     state = SimpleNamespace(fails=True)
 
@@ -275,7 +272,6 @@ def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu
         return x.sin()
 
     executable = two_towers(gpu, torch.mul, fail, torch.add)
-    weight = torch.randn(4)
     with pytest.raises(ZeroDivisionError, match="a body's own"):
         executable.run([torch.randn(4), weight])
     state.fails = False

@@ -53,10 +53,9 @@ def train(pair: Pair, steps: int, *, zeroed: str, weight: torch.Tensor, held: Gr
     return held
 
 
-def test_gradients_that_are_zeroed_before_the_forward_are_lent(gpu: FakeGpu) -> None:
+def test_gradients_that_are_zeroed_before_the_forward_are_lent(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """Nothing is copied but the inputs, the loss and the tangent."""
     pair = forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
     held = train(pair, 5, zeroed="before the forward", weight=weight)
     gpu.log.clear()
     train(pair, 1, zeroed="before the forward", weight=weight, held=held)
@@ -103,11 +102,10 @@ def test_a_gradient_that_was_held_once_is_copied_out_for_good(gpu: FakeGpu, info
     assert old() is None
 
 
-def test_variants_of_a_model_copy_out_together(gpu: FakeGpu) -> None:
+def test_variants_of_a_model_copy_out_together(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """They have one memory pool: what one of them lends, another one would overwrite."""
     pairs = [make_pair(gpu, variant="first")]
     pairs.append(make_pair(gpu, shared=pairs[0][0].shared, variant="second"))
-    weight = torch.randn(4)
     held = train(pairs[0], 4, zeroed="before the forward", weight=weight)
     held = train(pairs[1], 4, zeroed="after the forward", weight=weight, held=held)
     train(pairs[0], 4, zeroed="after the forward", weight=weight, held=held)
@@ -125,10 +123,9 @@ def test_with_other_ranks_gradients_are_copied_out(gpu: FakeGpu, monkeypatch: py
     assert not lends(gpu) and counts(backward) == (2, 2, 6)
 
 
-def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: FakeGpu) -> None:
+def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """Two forwards before two backwards: the second of each is launched, into fresh memory, and overwrites nothing."""
     pair = forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
     step(pair, weight, times=4)
     for _ in range(3):
         xs, tangent = [torch.randn(4), torch.randn(4)], torch.randn(4)

@@ -64,10 +64,9 @@ def test_a_backward_goes_with_its_forward(gpu: FakeGpu) -> None:
     assert sorted(map(id, live(gpu))) == sorted(map(id, gpu.recordings[2:]))
 
 
-def test_released_graphs_leave_no_tensors_behind(gpu: FakeGpu) -> None:
+def test_released_graphs_leave_no_tensors_behind(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """But for those that the caller holds."""
     forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
     step((forward, backward), weight, times=4)
     captured = list(gpu.captures)
     kept = forward.run([torch.ones(4), weight])[1]
@@ -114,7 +113,7 @@ def test_buffers_that_do_not_fit_are_not_tried(gpu: FakeGpu, info_log: pytest.Lo
     assert "a CUDA graph of test needs 300 B for its buffers, and 20 B are free; use a smaller batch" in info_log.text
 
 
-def test_a_run_that_finds_no_memory_on_lanes_gets_that_of_cuda_graphs(gpu: FakeGpu) -> None:
+def test_a_run_that_finds_no_memory_on_lanes_gets_that_of_cuda_graphs(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """Training goes on, more slowly; a run that writes to its inputs is not repeated."""
     state = {"fails": False}
 
@@ -124,7 +123,6 @@ def test_a_run_that_finds_no_memory_on_lanes_gets_that_of_cuda_graphs(gpu: FakeG
             raise torch.OutOfMemoryError("CUDA out of memory")
         return x * weight
 
-    weight = torch.randn(4)
     for written in ((), (1,)):
         executable = two_towers(gpu, product, torch.sin, torch.add, written=written)
         run(executable, weight, 4)

@@ -16,7 +16,7 @@ from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.run.test_execute import add_input, counts, executable_of, make_pair, two_towers, warm_up
 
 
-def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> None:
+def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """A forward saves inputs for its backward; the copy that a replay reads is not what it returns."""
     made = add_input(graph((), (0,)), 0)
     made = replace(
@@ -24,7 +24,6 @@ def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> N
     )
     contract = Contract(static_inputs=frozenset({1}), user_outputs=frozenset({1}))
     executable = executable_of(made, "AB", (torch.mul, torch.sin), gpu, contract=contract)
-    weight = torch.randn(4)
     held = []
     for _ in range(5):
         x = torch.randn(4)
@@ -34,10 +33,9 @@ def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> N
     assert executable.num_replays == 3
 
 
-def test_a_kept_view_of_a_parameter_is_no_reason_to_wait(gpu: FakeGpu) -> None:
+def test_a_kept_view_of_a_parameter_is_no_reason_to_wait(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """Others hold the parameter all the time."""
     executable = two_towers(gpu, lambda x, weight: weight.view(2, 2), torch.sin, lambda w, s: w.reshape(4) + s)
-    weight = torch.randn(4)
     held = []
     for _ in range(5):
         held.append(executable.run([torch.randn(4), weight]))
