@@ -46,7 +46,10 @@ def test_every_plan_is_legal(seed: int, has_network: bool) -> None:
 
 
 def test_independent_chains_run_side_by_side_if_that_beats_serial_by_the_margin() -> None:
-    """Two equal chains whose layers gain little from a second unit; a margin below and a margin above the gain."""
+    """Two equal chains whose layers gain little from a second unit; a margin below and a margin above the gain.
+
+    The serial planner puts everything on lane 0 in graph order all the same, and its bound says that more is possible.
+    """
     made, table, lanes = chains([100] * 6, [100] * 6, efficiency=0.6)
     plan = make_plan(made, table, lanes=lanes)
     assert plan.origin is Origin.OPTIMAL
@@ -56,6 +59,9 @@ def test_independent_chains_run_side_by_side_if_that_beats_serial_by_the_margin(
     gain = 1 - plan.makespan_ns / plan.serial_ns
     assert make_plan(made, table, lanes=lanes, min_gain=gain - 0.01).origin is Origin.OPTIMAL
     assert make_plan(made, table, lanes=lanes, min_gain=gain + 0.01).origin is Origin.SERIAL
+    serial = planned(made, table, lanes, planner="serial")
+    assert [each.segment for each in serial.in_start_order()] == list(range(12)) and serial.origin is Origin.SERIAL
+    assert serial.lower_bound_ns < serial.makespan_ns
 
 
 def test_what_is_left_of_the_longer_branch_gets_all_units() -> None:
@@ -155,28 +161,13 @@ def test_what_gains_nothing_from_lanes_stays_serial(works: list[list[int]], unit
     assert plan.origin is Origin.SERIAL and plan.makespan_ns == plan.serial_ns == plan.lower_bound_ns
 
 
-def test_the_serial_planner_puts_everything_on_lane_0_in_graph_order() -> None:
-    """Also where a faster plan exists; its bound says so."""
-    made, table, lanes = chains([100] * 6, [100] * 6, efficiency=0.6)
-    plan = planned(made, table, lanes, planner="serial")
-    assert plan.origin is Origin.SERIAL
-    assert [assignment.segment for assignment in plan.in_start_order()] == list(range(12))
-    assert plan.lower_bound_ns < plan.makespan_ns
-
-
 def test_segments_without_a_mode_on_narrow_lanes_run_on_lane_0() -> None:
-    """A table may lack unit counts, except all units."""
+    """A table may lack unit counts, except all units: the message names the segment."""
     made, table, lanes = chains([100] * 3, [100] * 3, efficiency=0.6)
-    narrowed = type(table)(modes=(table.modes[0][1:], *table.modes[1:]), handover_ns=0)
+    narrowed = replace(table, modes=(table.modes[0][1:], *table.modes[1:]))
     assert planned(made, narrowed, lanes).assignments[0].lane == 0
-
-
-def test_a_table_without_all_units_is_refused() -> None:
-    """The message names the segment."""
-    made, table, lanes = chains([100] * 3, [100] * 3)
-    narrowed = type(table)(modes=tuple(modes[:1] for modes in table.modes), handover_ns=0)
     with pytest.raises(InvariantError, match=r"segment 0 \(m0\) needs a mode with all 2 units"):
-        make_plan(made, narrowed, lanes=lanes)
+        make_plan(made, replace(table, modes=tuple(modes[:1] for modes in table.modes)), lanes=lanes)
 
 
 def test_neighbours_that_slow_each_other_are_part_of_the_times() -> None:
