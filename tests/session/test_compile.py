@@ -58,9 +58,9 @@ class Trimmed(nn.Linear):
         return super().forward(x[:, : length.item()]).exp()
 
 
-def a_batch(model: nn.Module) -> torch.Tensor:
-    """Return an input of the model."""
-    return torch.randn(256) if isinstance(model, Chosen) else torch.randn(512, 1024)
+def with_batch(make: type[Chosen | Product]) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model and an input of it."""
+    return make(), torch.randn(256) if make is Chosen else torch.randn(512, 1024)
 
 
 @pytest.fixture
@@ -90,8 +90,7 @@ def test_the_code_is_that_of_torch_compile(
     kind: str, mode: str | None, no_caches: None, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Forward and backward, whatever the reason and the mode; one line for both says why, and nothing is wrong."""
-    model: nn.Module = Product() if kind == "nothing to gain" else Chosen()
-    x = a_batch(model)
+    model, x = with_batch(Product if kind == "nothing to gain" else Chosen)
     if kind == "a device without lanes":
         model, x = nn.GELU(), x.to("meta")
     with SIZES_BY_DATA:
@@ -145,8 +144,7 @@ def test_the_code_is_that_of_torch_compile_where_passes_trace_patterns(
 def test_a_graph_that_falls_back_is_traced_once(grad: bool, no_caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as by torch.compile, and trains alike; one that reads sizes from tensors is traced twice."""
     traced = count_traces("aot_dispatch_autograd_graph" if grad else "aot_dispatch_base_graph", monkeypatch)
-    model = Product()
-    x = a_batch(model)
+    model, x = with_batch(Product)
     for backend, options in (("inductor", None), ("apollo", USUAL)):
         torch._dynamo.reset()
         traced.clear()
@@ -163,8 +161,7 @@ def test_a_graph_that_falls_back_is_traced_once(grad: bool, no_caches: None, mon
 
 def test_modes_and_options_of_inductor_reach_what_falls_back(no_caches: None) -> None:
     """As options of ours with a prefix; the mode comes first, as it does in torch."""
-    model = Chosen()
-    x = a_batch(model)
+    model, x = with_batch(Chosen)
     options = {"cpp.simdlen": 1, "triton.cudagraphs": False}
     with SIZES_BY_DATA:
         expected = code_of(model, x, backend="inductor", options=options)
@@ -212,8 +209,7 @@ def test_a_mode_or_option_that_inductor_does_not_have_is_an_error(arguments: dic
 
 def test_a_fallback_comes_from_torchs_own_caches_and_leaves_its_code_there(own_cache: None) -> None:
     """Whoever goes from one backend to the other compiles nothing again."""
-    model = Product()
-    x = a_batch(model)
+    model, x = with_batch(Product)
 
     def train_with(name: str, **options: Any) -> tuple[int, int]:
         counters.clear()
@@ -227,8 +223,7 @@ def test_a_fallback_comes_from_torchs_own_caches_and_leaves_its_code_there(own_c
 
 def test_a_backward_of_a_fallback_uses_up_what_was_saved_as_torchs_does() -> None:
     """It reuses the memory of saved tensors, and so says that it cannot run twice."""
-    model = Chosen()
-    x = a_batch(model)
+    model, x = with_batch(Chosen)
 
     def twice(name: str, **options: Any) -> str:
         torch._dynamo.reset()
@@ -257,8 +252,7 @@ def test_a_defect_of_ours_is_no_end_of_training(
 ) -> None:
     """It is one warning and a fallback, wherever it is; whoever asks for defects gets it raised."""
     monkeypatch.setattr(f"apollo_compile.{place}", raising(ValueError("a defect")))
-    model = Product()
-    x = a_batch(model)
+    model, x = with_batch(Product)
     loss = lambda run: run(x).square().mean()  # noqa: E731
     assert_trains_as_in_eager(model, loss, steps=2, backend="apollo", options={"plan.remember": False})
     (line,) = [record.getMessage() for record in caplog.records]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
 from apollo_compile.torch_bridge.traced_backward import differentiate, name_backward
 
-STACK = {"key": ("L['self'].encoder", nn.Module)}
+STACK, CALLER = ({"key": (path, nn.Module)} for path in ("L['self'].encoder", "L['self']"))
 
 
 def add(graph: fx.Graph, **meta: Any) -> fx.Node:
@@ -19,33 +20,32 @@ def add(graph: fx.Graph, **meta: Any) -> fx.Node:
     return node
 
 
-def test_a_backward_node_gets_the_modules_of_the_forward_node_with_its_number() -> None:
-    """The first of several with one number counts; the node's own stack is that of the caller of `backward`."""
+@pytest.mark.parametrize(
+    ("of_forward", "of_backward", "left"),
+    [
+        ({}, {"nn_module_stack": CALLER}, {"fwd_nn_module_stack": STACK}),
+        ({}, {"nn_module_stack": STACK, "is_gradient_acc": True}, {}),
+        (
+            {"partitioner_tag": "is_forward"},
+            {"nn_module_stack": STACK, "partitioner_tag": "is_backward"},
+            {"nn_module_stack": STACK},
+        ),
+    ],
+    ids=["a node of the backward", "a sum of gradients", "named by AOTAutograd"],
+)
+def test_a_backward_node_gets_the_modules_of_the_forward_node_with_its_number(
+    of_forward: dict[str, Any], of_backward: dict[str, Any], left: dict[str, Any]
+) -> None:
+    """The first of several with one number counts; the node's own stack is that of the caller of `backward`.
+
+    The number of a sum says only what was differentiated last, and AOTAutograd tags what it names itself.
+    """
     graph = fx.Graph()
-    add(graph, seq_nr=3, nn_module_stack=STACK)
-    add(graph, seq_nr=3, nn_module_stack={"key": ("L['self'].later", nn.Module)})
-    made = add(graph, seq_nr=3, autograd_backward=True, nn_module_stack={"key": ("L['self']", nn.Module)})
+    add(graph, seq_nr=3, nn_module_stack=STACK, **of_forward)
+    add(graph, seq_nr=3, nn_module_stack={"key": ("L['self'].later", nn.Module)}, **of_forward)
+    made = add(graph, seq_nr=3, autograd_backward=True, **of_backward)
     name_backward(graph)
-    assert made.meta["fwd_nn_module_stack"] == STACK
-    assert "nn_module_stack" not in made.meta
-
-
-def test_sums_of_gradients_belong_to_no_module() -> None:
-    """Their number says only what was differentiated last."""
-    graph = fx.Graph()
-    add(graph, seq_nr=3, nn_module_stack=STACK)
-    total = add(graph, seq_nr=3, autograd_backward=True, is_gradient_acc=True, nn_module_stack=STACK)
-    name_backward(graph)
-    assert "fwd_nn_module_stack" not in total.meta and "nn_module_stack" not in total.meta
-
-
-def test_graphs_that_aotautograd_names_are_left_alone() -> None:
-    """It tags their nodes."""
-    graph = fx.Graph()
-    add(graph, seq_nr=3, nn_module_stack=STACK, partitioner_tag="is_forward")
-    made = add(graph, seq_nr=3, autograd_backward=True, nn_module_stack=STACK, partitioner_tag="is_backward")
-    name_backward(graph)
-    assert made.meta["nn_module_stack"] == STACK
+    assert {name: value for name, value in made.meta.items() if name.endswith("nn_module_stack")} == left
 
 
 def test_gradients_are_those_of_autograd() -> None:
