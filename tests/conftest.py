@@ -76,7 +76,7 @@ def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
 
 @pytest.fixture
 def info_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Take lines of the package from level INFO on; `caplog` has warnings."""
+    """Take lines of the package from level INFO on, which `caplog` has of marked tests alone, and in part."""
     caplog.set_level(logging.INFO, logger="apollo_compile")
     return caplog
 
