@@ -38,6 +38,7 @@ from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.layouts import report_output_strides
 from benchmarks.workloads.gpu import build_gpu_workload
 from tests.end_to_end.models import Tower, TwoTowers
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.failures import raising
 
 aten = torch.ops.aten
@@ -220,114 +221,60 @@ def assert_no_paths(graph: SegmentGraph, these: Sequence[Segment], those: Sequen
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-class Normalised(nn.Module):
-    """Two branches whose statistics are mutated in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4)]
-        self.left, self.right = nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return self.left(x) + self.right(x) * self.calls
+def normalised(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run two branches whose statistics are mutated in training."""
+    own.calls.add_(1)
+    return own.left(x) + own.right(x) * own.calls
 
 
-class Attention(nn.Module):
-    """One head with a mask from outside."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        scores = (q @ k.transpose(-1, -2) / 3.0).masked_fill(mask, float("-inf"))
-        return x + self.out(scores.softmax(-1) @ v)
+def attend(own: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Run one head with a mask from outside."""
+    q, k, v = own.qkv(x).chunk(3, dim=-1)
+    scores = (q @ k.transpose(-1, -2) / 3.0).masked_fill(mask, float("-inf"))
+    return x + own.out(scores.softmax(-1) @ v)
 
 
-class Masked(nn.Module):
-    """Two stacks that share a mask, made inside, a lifted constant and a table of positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.ModuleList([Attention(8)]) for _ in range(2))
-        self.register_buffer("positions", torch.randn(5, 8))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        steps = torch.arange(5)
-        mask = steps[None, :] > steps[:, None]
-        scale = torch.tensor([1.0, 2.0] * 4)
-        x, y = x * scale + self.positions, y * scale + self.positions
-        return self.first[0](x, mask) * self.second[0](y, mask)
+def masked(own: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Run two stacks that share a mask, made inside, a lifted constant and a table of positions."""
+    steps = torch.arange(5)
+    mask = steps[None, :] > steps[:, None]
+    scale = torch.tensor([1.0, 2.0] * 4)
+    x, y = x * scale + own.positions, y * scale + own.positions
+    return own.first[0](x, mask) * own.second[0](y, mask)
 
 
-class Tied(nn.Module):
-    """An embedding that is the output layer as well, and one encoder for two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.encoder = Tower(8, 2)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.embedding(x))) + self.head(self.encoder(self.embedding(y)))
+def tied(own: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Run one encoder for two inputs, and an embedding that is the output layer as well."""
+    return own.head(own.encoder(own.embedding(x))) + own.head(own.encoder(own.embedding(y)))
 
 
-class ManyOutputs(nn.Module):
-    """Returns inputs, views of values and of inputs, and the same value twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first = self.layers[0](x)
-        second = self.layers[1](first.relu())
-        third = self.layers[2](second.t().reshape(-1, 8))
-        return first.t(), second.view(2, -1), y, x[1:], second[0], third, third, third.unsqueeze(0), y.sin()[:, 1:]
+def many_outputs(own: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return inputs, views of values and of inputs, and the same value twice."""
+    first = own.layers[0](x)
+    second = own.layers[1](first.relu())
+    third = own.layers[2](second.t().reshape(-1, 8))
+    return first.t(), second.view(2, -1), y, x[1:], second[0], third, third, third.unsqueeze(0), y.sin()[:, 1:]
 
 
-class MultiOutput(nn.Module):
-    """Values of multi-output operators that are used in other modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
-        self.fc = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        values, indices = self.fc[0](self.norms[0](x)).topk(4, dim=-1)
-        largest, where = self.fc[1](x).max(dim=1)
-        left, right = self.fc[2](self.norms[1](x)).split(4, dim=-1)
-        variance, mean = torch.var_mean(left * values, dim=0)
-        return (
-            (right.gather(1, indices % 4) + variance).sum(1) + largest,
-            mean * where.float().mean(),
-            values.sort(dim=0).values,
-        )
+def multi_output(own: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values of multi-output operators that are used in other modules."""
+    values, indices = own.fc[0](own.norms[0](x)).topk(4, dim=-1)
+    largest, where = own.fc[1](x).max(dim=1)
+    left, right = own.fc[2](own.norms[1](x)).split(4, dim=-1)
+    variance, mean = torch.var_mean(left * values, dim=0)
+    first = (right.gather(1, indices % 4) + variance).sum(1) + largest
+    return first, mean * where.float().mean(), values.sort(dim=0).values
 
 
-class Growing(nn.Module):
-    """A chain whose layers differ in width, with an inplace update of an input in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(nn.Linear(w, w // 2) for w in (32, 16))
-        self.up = nn.ModuleList(nn.Linear(w, w * 2) for w in (8, 16))
-
-    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        for layer in self.down:
-            x = layer(x).tanh()
-        state.mul_(0.9).add_(x.detach().mean(0))
-        x = x + state
-        for layer in self.up:
-            x = layer(x).sigmoid() + x.repeat(1, 2)
-        return x
+def growing(own: Any, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Run a chain whose layers differ in width, with an inplace update of an input in the middle."""
+    for layer in own.down:
+        x = layer(x).tanh()
+    state.mul_(0.9).add_(x.detach().mean(0))
+    x = x + state
+    for layer in own.up:
+        x = layer(x).sigmoid() + x.repeat(1, 2)
+    return x
 
 
 def functional(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -349,16 +296,55 @@ def tokens(count: int) -> torch.Tensor:
     return torch.randint(11, (3, 4), generator=torch.Generator().manual_seed(count))
 
 
+def linears(*widths: tuple[int, int]) -> nn.ModuleList:
+    """Return layers of these widths."""
+    return nn.ModuleList(nn.Linear(*each) for each in widths)
+
+
+def branch() -> nn.Sequential:
+    """Return two layers with statistics."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2)))
+
+
+def stack() -> nn.ModuleList:
+    """Return one layer of attention."""
+    return nn.ModuleList([Wrapped(attend, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8))])
+
+
+def with_tied_weights() -> nn.Module:
+    """Return a model whose embedding and head are one matrix."""
+    model = Wrapped(tied, embedding=nn.Embedding(11, 8), encoder=Tower(8, 2), head=nn.Linear(8, 11, bias=False))
+    model.head.weight = model.embedding.weight
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[torch.Tensor, ...]]]] = {
     "towers": (lambda: TwoTowers(8, 2), lambda: (sized(6, 8), sized(6, 8))),
     "dropout": (lambda: TwoTowers(8, 2, dropout=0.4), lambda: (sized(6, 8), sized(6, 8))),
     "stack": (lambda: Tower(8, 4, dropout=0.1), lambda: (sized(6, 8),)),
-    "batchnorm": (Normalised, lambda: (sized(6, 8),)),
-    "masked": (Masked, lambda: (sized(2, 5, 8), sized(2, 5, 8))),
-    "tied": (Tied, lambda: (tokens(1), tokens(2))),
-    "many_outputs": (ManyOutputs, lambda: (sized(4, 8), sized(4, 8))),
-    "multi_output": (MultiOutput, lambda: (sized(6, 8),)),
-    "growing": (Growing, lambda: (sized(6, 32), sized(8))),
+    "batchnorm": (
+        lambda: Wrapped(normalised, left=branch(), right=branch(), calls=torch.zeros(())),
+        lambda: (sized(6, 8),),
+    ),
+    "masked": (
+        lambda: Wrapped(masked, first=stack(), second=stack(), positions=torch.randn(5, 8)),
+        lambda: (sized(2, 5, 8), sized(2, 5, 8)),
+    ),
+    "tied": (with_tied_weights, lambda: (tokens(1), tokens(2))),
+    "many_outputs": (
+        lambda: Wrapped(many_outputs, layers=linears(*[(8, 8)] * 3)),
+        lambda: (sized(4, 8), sized(4, 8)),
+    ),
+    "multi_output": (
+        lambda: Wrapped(
+            multi_output, norms=nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)]), fc=linears(*[(8, 8)] * 3)
+        ),
+        lambda: (sized(6, 8),),
+    ),
+    "growing": (
+        lambda: Wrapped(growing, down=linears((32, 16), (16, 8)), up=linears((8, 16), (16, 32))),
+        lambda: (sized(6, 32), sized(8)),
+    ),
     "functional": (lambda: functional, lambda: (sized(6, 8), sized(8, 8), sized(8, 8))),
 }
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from apollo_compile.config import Config
+from apollo_compile.config import Config, PartitionConfig
 from apollo_compile.ir import Partition, Role, Segment
 from apollo_compile.passes.partition import partition_graph
 from apollo_compile.passes.partition.pieces import LONG
@@ -19,6 +20,7 @@ from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.compilation import Compilation
 from benchmarks.workloads.act import Act, FrozenBatchNorm, ResNet
 from tests.end_to_end.models import EmbeddedTowers, TwoTowers
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.passes.test_partition import (
     APART,
     FINE,
@@ -38,40 +40,29 @@ FEW = 32
 """Width of the first layers: enough that the arithmetic of a batch norm's scale is next to no work."""
 
 
-class Cameras(nn.Module):
-    """A backbone for all cameras, or one for each, and a head on the features of all of them."""
-
-    def __init__(self, norm: Callable[[int], nn.Module], num_backbones: int) -> None:
-        super().__init__()
-        self.backbones = nn.ModuleList(ResNet(FEW, (1, 1), norm) for _ in range(num_backbones))
-        self.head = nn.Linear(2 * FEW, 8)
-
-    def forward(self, *images: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros(())
-        for number, camera in enumerate(images):
-            backbone = self.backbones[number % len(self.backbones)]
-            found = found + backbone(camera).mean((2, 3))
-        return self.head(found)
+def see(own: Any, *images: torch.Tensor) -> torch.Tensor:
+    """Run a backbone for all cameras, or one for each, and a head on the features of all of them."""
+    found = torch.zeros(())
+    for number, camera in enumerate(images):
+        backbone = own.backbones[number % len(own.backbones)]
+        found = found + backbone(camera).mean((2, 3))
+    return own.head(found)
 
 
-class Policy(nn.Module):
-    """The same inside another module, so that the stem of the backbone has one label, as in most policies."""
-
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.backbone = ResNet(FEW, (1, 1), norm)
-
-    def forward(self, *images: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.model.backbone(camera) for camera in images], dim=1).mean((2, 3))
+def act(own: Any, *images: torch.Tensor) -> torch.Tensor:
+    """Run a backbone inside another module, so that its stem has one label, as in most policies."""
+    return torch.cat([own.model["backbone"](camera) for camera in images], dim=1).mean((2, 3))
 
 
 @functools.cache
 def graphs_of(kind: str, norm: str, num_cameras: int) -> dict[Role, Recorded]:
     """Return forward and backward of a model; several tests read them and none changes them."""
     torch.manual_seed(0)
-    num_backbones = num_cameras if kind == "separate" else 1
-    model = Policy(NORMS[norm]) if kind == "policy" else Cameras(NORMS[norm], num_backbones)
+    backbones = [ResNet(FEW, (1, 1), NORMS[norm]) for _ in range(num_cameras if kind == "separate" else 1)]
+    if kind == "policy":
+        model = Wrapped(act, model=nn.ModuleDict({"backbone": backbones[0]}))
+    else:
+        model = Wrapped(see, backbones=nn.ModuleList(backbones), head=nn.Linear(2 * FEW, 8))
     return record(model.train(), [sized(4, 3, 48, 48) + number for number in range(num_cameras)])
 
 
@@ -98,10 +89,10 @@ def main_segments(partition: Partition, recorded: Recorded) -> list[Segment]:
 
 @pytest.mark.parametrize("config", (LAYER, FINE, MODULE, APART), ids=("layer", "fine", "module", "apart"))
 @pytest.mark.parametrize(("kind", "norm", "num_cameras"), CASES)
-def test_bodies_of_cameras_replay_bit_for_bit(kind: str, norm: str, num_cameras: int, config: object) -> None:
-    """However they are cut."""
+def test_bodies_of_cameras_replay_bit_for_bit(kind: str, norm: str, num_cameras: int, config: PartitionConfig) -> None:
+    """Forward and backward, however they are cut."""
     for recorded in graphs_of(kind, norm, num_cameras).values():
-        assert_replays(recorded, config)  # type: ignore[arg-type]
+        assert_replays(recorded, config)
 
 
 @pytest.mark.parametrize(("kind", "norm", "num_cameras"), CASES)
@@ -175,19 +166,23 @@ def test_the_stems_of_two_cameras_run_side_by_side() -> None:
         assert plan.makespan_ns < plan.serial_ns
 
 
+def home_of_seeds(partition: Partition, recorded: Recorded) -> Segment:
+    """Return the segment that draws all seeds."""
+    seeds = {node.id for node in recorded.captured.nodes if node.target == "prims.inductor_seeds.default"}
+    (home,) = (s for s, content in enumerate(partition.nodes_by_segment) if seeds & set(content))
+    return partition.graph.segments[home]
+
+
 @pytest.mark.parametrize("config", (LAYER, FINE), ids=("layer", "fine"))
-def test_seeds_of_dropout_tie_no_towers_together(config: object) -> None:
+def test_seeds_of_dropout_tie_no_towers_together(config: PartitionConfig) -> None:
     """All are drawn at once, in a segment of their own or in front."""
     torch.manual_seed(0)
     recorded = record(TwoTowers(64, 2, dropout=0.4), (sized(64, 64), sized(64, 64)))[Role.FORWARD]
-    partition = assert_replays(recorded, config)  # type: ignore[arg-type]
+    partition = assert_replays(recorded, config)
     assert_independent(partition.graph, "image", "text")
-    seeds = [node.id for node in recorded.captured.nodes if node.target == "prims.inductor_seeds.default"]
-    (home,) = (s for s, content in enumerate(partition.nodes_by_segment) if set(seeds) & set(content))
-    readers = {
-        s.module.partition(".")[0] for s in partition.graph.segments if home in partition.graph.predecessors(s.id)
-    }
-    assert readers >= {"image", "text"} and not partition.graph.segments[home].module
+    home = home_of_seeds(partition, recorded)
+    readers = [s for s in partition.graph.segments if home.id in partition.graph.predecessors(s.id)]
+    assert {s.module.partition(".")[0] for s in readers} >= {"image", "text"} and not home.module
 
 
 def test_an_embedding_with_dropout_does_not_draw_the_seeds_of_others() -> None:
@@ -197,55 +192,51 @@ def test_an_embedding_with_dropout_does_not_draw_the_seeds_of_others() -> None:
     assert_independent(assert_replays(recorded, LAYER).graph, "image", "text")
 
 
-def test_seeds_that_one_tower_reads_are_drawn_in_it() -> None:
-    """A segment of their own would cost a launch."""
+def run_layers(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run layers one after the other."""
+    for layer in own.layers:
+        x = layer(x)
+    return x
 
-    class Wide(nn.Module):
-        def __init__(self, dropout: float) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64), nn.Dropout(dropout))
-                for _ in range(2)
-            )
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
+def tower(hidden: int, dropout: float) -> nn.Module:
+    """Return two layers."""
+    layers = ((nn.Linear(64, hidden), nn.GELU(), nn.Linear(hidden, 64), nn.Dropout(dropout)) for _ in range(2))
+    return Wrapped(run_layers, layers=nn.ModuleList(nn.Sequential(*each) for each in layers))
 
+
+@pytest.mark.parametrize(("hidden", "is_apart"), [(64, True), (512, False), (2048, False)])
+def test_seeds_that_one_tower_reads_are_drawn_in_it_if_its_layers_are_wide(hidden: int, is_apart: bool) -> None:
+    """A segment of their own would cost a launch; beside narrow layers they have one, and the other tower is free."""
     torch.manual_seed(0)
     model = TwoTowers()
-    model.image, model.text = Wide(0.0), Wide(0.4)  # type: ignore[assignment]
+    model.image, model.text = tower(hidden, 0.0), tower(hidden, 0.4)  # type: ignore[assignment]
     recorded = record(model, (sized(64, 64), sized(64, 64)))[Role.FORWARD]
     partition = assert_replays(recorded, LAYER)
-    seeds = [node.id for node in recorded.captured.nodes if node.target == "prims.inductor_seeds.default"]
-    (home,) = (s for s, content in enumerate(partition.nodes_by_segment) if set(seeds) & set(content))
-    assert partition.graph.segments[home].module.startswith("text.")
+    assert home_of_seeds(partition, recorded).module.startswith("text.") is not is_apart
+    assert_independent(partition.graph, "image", "text")
 
 
-class Recurrent(nn.Module):
-    """Work of an encoder, and beside it a state that is carried over many small steps."""
-
-    def __init__(self, num_steps: int, width: int = 16) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, num_steps * width))
-        self.before = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.SiLU())
-        self.gates = nn.Sequential(nn.Linear(2 * width, 3 * width), nn.LayerNorm(3 * width))
-        self.num_steps, self.width = num_steps, width
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen = self.encoder(x).unflatten(1, (self.num_steps, self.width))
-        state = seen.new_zeros(len(seen), self.width)
-        for step in range(self.num_steps):
-            given = self.before(seen[:, step])
-            reset, new, update = self.gates(torch.cat([given, state], dim=-1)).chunk(3, dim=-1)
-            state = update.sigmoid() * (reset.sigmoid() * new).tanh() + (1 - update.sigmoid()) * state
-        return state
+def loop(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run an encoder, and carry a state over many small steps beside it."""
+    seen = own.encoder(x).unflatten(1, (-1, 16))
+    state = seen.new_zeros(len(seen), 16)
+    for step in range(seen.shape[1]):
+        given = own.before(seen[:, step])
+        reset, new, update = own.gates(torch.cat([given, state], dim=-1)).chunk(3, dim=-1)
+        state = update.sigmoid() * (reset.sigmoid() * new).tanh() + (1 - update.sigmoid()) * state
+    return state
 
 
 def test_small_steps_of_a_long_loop_share_bodies() -> None:
     """Forward and backward: little of the loop is compiled, and no segment has more than a few steps."""
     torch.manual_seed(0)
-    for recorded in record(Recurrent(14), (sized(512, 512),)).values():
+    model = Wrapped(
+        loop,
+        encoder=nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 14 * 16)),
+        before=nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU()),
+        gates=nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48)),
+    )
+    for recorded in record(model, (sized(512, 512),)).values():
         lengths = [len(body.nodes) for body in assert_replays(recorded, LAYER).bodies]
         assert max(lengths) <= 2 * LONG and sum(lengths) < 0.6 * len(recorded.captured.nodes)
