@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Sequence
 from dataclasses import replace
@@ -109,7 +110,7 @@ def test_unequal_towers_of_small_parameters_are_data_parallel() -> None:
 
 
 def test_updates_of_the_optimizer_take_time_on_every_device_of_a_group() -> None:
-    """Which is a reason to give towers a device each."""
+    """Long updates are a reason to give towers a device each."""
     work = towers(100_000, 60_000)
     assert groups_of(plan_deployment(work, cluster(2), seconds=3))["image"] == (0, 2)
     slow = replace(work, modules=(*(change(each, update_ns=100_000) for each in work.modules[:2]), work.modules[2]))
@@ -120,7 +121,7 @@ def test_updates_of_the_optimizer_take_time_on_every_device_of_a_group() -> None
 def test_a_measured_plan_differs_from_data_parallelism_only_where_it_is_clearly_better(
     num_bytes: int, devices: int
 ) -> None:
-    """Which a given one does for any gain; the bound stays."""
+    """A given one differs for any gain; the bound stays."""
     work = towers(100_000, 100_000, num_bytes)
     given = plan_deployment(work, cluster(2), seconds=3)
     measured = plan_deployment(work, replace(cluster(2), is_measured=True), seconds=3)
@@ -140,7 +141,7 @@ def test_a_frozen_module_sums_nothing() -> None:
 
 
 def test_waves_give_the_modules_of_a_level_disjoint_groups_as_large_as_their_work() -> None:
-    """And a later level has all devices again."""
+    """A later level has all devices again."""
     work = StepWork(
         modules=tuple(state(name, devices=8) for name in ("a", "b", "c", "d")),
         calls=(
@@ -164,7 +165,7 @@ def test_more_modules_than_devices_take_several_waves() -> None:
 
 
 def test_an_infeasible_memory_names_the_least_that_works() -> None:
-    """Which is enough, and one byte less is not."""
+    """It is enough, and one byte less is not."""
     work = towers(100_000, 100_000, 10_000)
     alone = r"'image' alone needs 40050 bytes \(39.1 KiB\)"
     for memory, told in ((40_000, alone), (40_149, "")):
@@ -175,7 +176,7 @@ def test_an_infeasible_memory_names_the_least_that_works() -> None:
 
 
 def test_memory_may_forbid_data_parallelism() -> None:
-    """Which would be faster, and is shown as a baseline that exceeds it."""
+    """It would be faster, and is shown as a baseline that exceeds the memory."""
     plan = plan_deployment(towers(100_000, 10_000), cluster(2, 5_000), seconds=3)
     assert {groups_of(plan)["image"], groups_of(plan)["text"]} == {(0, 1), (1, 1)}
     assert [baseline.keeps_memory for baseline in plan.baselines] == [False, True]
@@ -288,7 +289,7 @@ def published_cluster(example: SimpleNamespace, memory_bytes: int) -> EqualDevic
 
 @pytest.mark.parametrize("tasks", [7, 10])
 def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks: int, example: SimpleNamespace) -> None:
-    """And not behind waves or data parallelism."""
+    """It is not behind waves or data parallelism either."""
     plan = plan_deployment(example.multitask_clip(tasks, 64), published_cluster(example, 80 * 2**30), seconds=8)
     assert 0 < plan.gap <= 0.05
     assert {baseline.name for baseline in plan.baselines} == {"data parallel", "waves"}
@@ -296,7 +297,12 @@ def test_multitask_clip_on_64_devices_is_within_five_percent_of_the_bound(tasks:
     assert max(plan.memory_bytes) <= 80 * 2**30
 
 
-def test_multitask_clip_names_the_least_memory_that_works(example: SimpleNamespace) -> None:
-    """Vision's parameters cannot be divided."""
-    with pytest.raises(InfeasiblePlanError, match=r"(the least that is enough is|enough is) \d+ bytes; 'vision' alone"):
-        plan_deployment(example.multitask_clip(7, 64), published_cluster(example, 2**30), seconds=8)
+def test_multitask_clip_names_a_memory_that_works(example: SimpleNamespace) -> None:
+    """Vision's parameters cannot be divided; whether the memory is called the least depends on the solver's time."""
+    work = example.multitask_clip(7, 64)
+    told = r"(?:the least that is enough|enough) is (\d+) bytes; 'vision' alone needs (\d+) bytes"
+    with pytest.raises(InfeasiblePlanError, match=told) as caught:
+        plan_deployment(work, published_cluster(example, 2**30), seconds=3)
+    ((enough, alone),) = re.findall(told, str(caught.value))
+    plan = plan_deployment(work, published_cluster(example, int(enough)), seconds=3)
+    assert int(alone) <= max(plan.memory_bytes) <= int(enough)
