@@ -150,13 +150,26 @@ def test_torch_free_files_import_no_torch() -> None:
     run_fresh(code)
 
 
+ONLY_IN = {
+    "private modules of torch": (r"torch(\.\w+)*\._", r"torch\._(?!_|foreach_|ops\b)", r"torch_bridge/.*"),
+    "OR-Tools": (r"ortools\b", None, r"planner/(bounds|cp_sat|model|placement_model)\.py"),
+    "the environment": (*2 * [r"(.*\.)?(environb?|getenv|putenv)$"], r"config\.py"),
+}
+"""Names that are imported, names that are read, and the files that may do so.
+
+A new release of torch is the business of one package; `torch._ops` has the classes of operators, which have no other
+name. OR-Tools is large, and a schedule is found without. Nobody knows else what a compile depends on.
+"""
+
+
+@pytest.mark.parametrize("what", ONLY_IN)
 @parametrize_files()
-def test_private_modules_of_torch_are_imported_in_one_package_only(path: Path) -> None:
-    """A new release of torch is its business; `torch._ops` has the classes of operators, which have no other name."""
-    tree = tree_of(path)
-    private = [name for name in imported(tree) if re.match(r"torch(\.\w+)*\._", name)]
-    private += [name for name in attributes(tree) if re.match(r"torch\._(?!_|foreach_|ops\b)", name)]
-    assert not private or PACKAGE / "torch_bridge" in path.parents
+def test_what_all_depends_on_is_used_in_one_place_only(path: Path, what: str) -> None:
+    """The name of the place is in the table."""
+    to_import, to_read, place = ONLY_IN[what]
+    found = [name for name in imported(tree_of(path)) if re.match(to_import, name)]
+    found += [name for name in attributes(tree_of(path)) if to_read is not None and re.match(to_read, name)]
+    assert not found or re.fullmatch(place, path.relative_to(PACKAGE).as_posix())
 
 
 _PRIVATE_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks", "_boxed_call", "_orig_mod", "tangents_")
@@ -175,13 +188,6 @@ def test_private_attributes_of_torch_are_used_in_one_package_only(path: Path) ->
 
 
 @parametrize_files()
-def test_ortools_is_imported_by_the_solver_and_the_bound_only(path: Path) -> None:
-    """It is large, and a schedule is found without."""
-    may_import = path.parent.name == "planner" and path.stem in ("bounds", "cp_sat", "model", "placement_model")
-    assert may_import or not [name for name in imported(tree_of(path)) if name.split(".")[0] == "ortools"]
-
-
-@parametrize_files()
 def test_pickles_are_for_the_planners_process_only(path: Path) -> None:
     """They run what is in them: files are JSON, and of graphs torch's own cache keeps its own kind."""
     allowed = {
@@ -194,14 +200,6 @@ def test_pickles_are_for_the_planners_process_only(path: Path) -> None:
         if re.match(r"(\w*pickle|marshal|shelve|dill|joblib)\b", name) or name.endswith("pickler")
     }
     assert found <= allowed.get(name_of(path), set())
-
-
-@parametrize_files()
-def test_the_environment_is_read_in_one_file_only(path: Path) -> None:
-    """Else nobody knows what a compile depends on."""
-    names = {*imported(tree_of(path)), *attributes(tree_of(path))}
-    reads = {name for name in names if name.rpartition(".")[2] in ("environ", "environb", "getenv", "putenv")}
-    assert not reads or path.name == "config.py"
 
 
 @parametrize_files()
@@ -232,7 +230,7 @@ def test_files_and_types_that_docstrings_name_exist(path: Path) -> None:
 
 @parametrize_files()
 def test_public_names_are_sorted_and_exist(path: Path) -> None:
-    """Where a file lists them."""
+    """Files that list them are looked at."""
     assigned = [
         node.value
         for node in tree_of(path).body
@@ -349,12 +347,12 @@ def lines_of(*places: str) -> int:
 
 @pytest.mark.parametrize("room", BUDGETS)
 def test_a_room_keeps_its_budget(room: str) -> None:
-    """All files in it and below."""
+    """Its files, and those below it, have no more lines than the table says."""
     assert lines_of(room) <= BUDGETS[room], f"{room} has {lines_of(room)} lines of at most {BUDGETS[room]}"
 
 
 def test_the_package_keeps_its_budget() -> None:
-    """For one device, and what is added for several."""
+    """Files for one device have a budget, and files for several have another."""
     several = lines_of(*SEVERAL_DEVICES)
     assert all(lines_of(place) for place in SEVERAL_DEVICES)
     assert several <= MOST_LINES_FOR_SEVERAL_DEVICES
