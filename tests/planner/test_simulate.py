@@ -91,7 +91,7 @@ def test_an_execution_needs_no_more_of_any_resource_than_the_limits(seed: int) -
     assert _as_executed(problem, schedule, execute(problem, schedule)) == ()
 
 
-def side_by_side(*durations: int, share: float, sizes: tuple[int, ...] = (1, 1)) -> tuple[Problem, TaskSchedule]:
+def side_by_side(*durations: int, share: float, sizes: tuple[int, ...]) -> tuple[Problem, TaskSchedule]:
     """Return one task per atom, all at once, that wait for memory for a share of the time; two that do: x 2."""
     tasks = tuple(a_task(*(len(durations) + 1) * [duration], memory_share=share) for duration in durations)
     problem = Problem(
@@ -104,28 +104,24 @@ def side_by_side(*durations: int, share: float, sizes: tuple[int, ...] = (1, 1))
 
 
 @pytest.mark.parametrize(
-    ("durations", "share", "ends"),
+    ("durations", "sizes", "share", "ends"),
     [
-        ((100, 100), 1.0, (200, 200)),
-        ((100, 100), 0.0, (100, 100)),
-        ((100, 100), 0.5, (125, 125)),
-        ((100, 50), 1.0, (150, 100)),
+        ((100, 100), (1, 1), 1.0, (200, 200)),
+        ((100, 100), (1, 1), 0.0, (100, 100)),
+        ((100, 100), (1, 1), 0.5, (125, 125)),
+        ((100, 50), (1, 1), 1.0, (150, 100)),
+        ((100, 100, 100), (1, 1, 2), 1.0, (200, 200, 200)),
+        ((100, 100, 10), (1, 1, 2), 1.0, (140, 140, 20)),  # 20 at half speed; then 90 at 1 / (1 + 1/3)
     ],
 )
-def test_two_neighbours_slow_each_other_while_both_run(
-    durations: tuple[int, int], share: float, ends: tuple[int, int]
+def test_neighbours_slow_each_other_while_they_run(
+    durations: tuple[int, ...], sizes: tuple[int, ...], share: float, ends: tuple[int, ...]
 ) -> None:
-    """At half speed until the first has ended; half a share each is a quarter of the way to the corner."""
-    assert execute(*side_by_side(*durations, share=share)).ends == ends
+    """At half speed until the first has ended; half a share each is a quarter of the way to the corner.
 
-
-def test_a_neighbour_weighs_what_it_has_of_the_units_outside() -> None:
-    """On 1, 1 and 2 units: each sees the others in proportion, so with both at work the factor is 2 for everyone."""
-    problem, schedule = side_by_side(100, 100, 100, share=1.0, sizes=(1, 1, 2))
-    assert execute(problem, schedule).ends == (200, 200, 200)
-    problem, schedule = side_by_side(100, 100, 10, share=1.0, sizes=(1, 1, 2))
-    # 20 at half speed; then 90 at 1 / (1 + 1/3)
-    assert execute(problem, schedule).ends == (140, 140, 20)
+    On 1, 1 and 2 units each sees the others in proportion, so with both at work the factor is 2 for everyone.
+    """
+    assert execute(*side_by_side(*durations, share=share, sizes=sizes)).ends == ends
 
 
 def test_a_chain_behind_a_slowed_task_starts_later() -> None:
