@@ -138,11 +138,6 @@ def test_compiled_bodies_give_eagers_numbers() -> None:
     assert_same_steps(model, by_backward, two_tower_inputs()[:1], **options)
 
 
-def test_gradients_may_be_left_for_an_optimizer_and_add_up() -> None:
-    """In `.grad`, where they are added to what is there."""
-    assert_same_steps(TwoTowers(depth=1), leaving, two_tower_inputs(), steps=2)
-
-
 def test_dropout_draws_as_eager_draws() -> None:
     """With the operators of eager PyTorch, one micro-batch after the other; the backward uses the forward's masks."""
     model = TwoTowers(depth=1, dropout=0.3)
