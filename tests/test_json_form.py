@@ -41,32 +41,26 @@ def test_every_kind_of_field_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("cls", "value", "message"),
     [
-        ([], "_Sample is .*; expected an object"),
-        ({"kind": "tpu"}, r"_Sample.kind is 'tpu'; expected one of \['cpu', 'cuda'\]"),
-        ({"rate": "fast"}, "_Sample.rate is 'fast'; expected a number"),
-        ({"rate": True}, "_Sample.rate is True; expected a number"),
-        ({"rate": float("nan")}, "_Sample.rate is nan; expected a number"),
-        ({"pair": [1]}, r"_Sample.pair is \[1\]; expected a list of 2"),
-        ({"pair": [1.5, "a"]}, r"_Sample.pair\[0\] is 1.5; expected a value of type int"),
-        ({"names": "xy"}, "_Sample.names is 'xy'; expected a list"),
-        ({"names": ["x", 1]}, r"_Sample.names\[1\] is 1; expected a value of type str"),
-        ({"by_name": {"f": [None]}}, r"_Sample.by_name\['f'\]\[0\] is None; expected a number"),
-        ({"speed": 1}, r"_Sample has unknown fields \['speed'\]; known: kind, rate, pair, names, by_name"),
+        (_Sample, [], "_Sample is .*; expected an object"),
+        (_Sample, {"kind": "tpu"}, r"_Sample.kind is 'tpu'; expected one of \['cpu', 'cuda'\]"),
+        (_Sample, {"rate": "fast"}, "_Sample.rate is 'fast'; expected a number"),
+        (_Sample, {"rate": True}, "_Sample.rate is True; expected a number"),
+        (_Sample, {"rate": float("nan")}, "_Sample.rate is nan; expected a number"),
+        (_Sample, {"pair": [1]}, r"_Sample.pair is \[1\]; expected a list of 2"),
+        (_Sample, {"pair": [1.5, "a"]}, r"_Sample.pair\[0\] is 1.5; expected a value of type int"),
+        (_Sample, {"names": "xy"}, "_Sample.names is 'xy'; expected a list"),
+        (_Sample, {"names": ["x", 1]}, r"_Sample.names\[1\] is 1; expected a value of type str"),
+        (_Sample, {"by_name": {"f": [None]}}, r"_Sample.by_name\['f'\]\[0\] is None; expected a number"),
+        (_Sample, {"speed": 1}, r"_Sample has unknown fields \['speed'\]; known: kind, rate, pair, names, by_name"),
+        *((cls, {}, f"{cls.__name__} has no field") for cls in (SegmentGraph, CostTable, Plan, Observation)),
     ],
 )
-def test_a_wrong_value_is_named_by_its_place(value: Any, message: str) -> None:
-    """So that the reader of the message finds it in the file."""
+def test_a_wrong_value_is_named_by_its_place(cls: type, value: Any, message: str) -> None:
+    """The reader of the message finds it in the file; fields without a default must be there."""
     with pytest.raises(ValueError, match=message):
-        from_json(_Sample, value)
-
-
-@pytest.mark.parametrize("cls", [SegmentGraph, CostTable, Plan, Observation])
-def test_a_missing_field_is_named(cls: type) -> None:
-    """Fields without a default must be there."""
-    with pytest.raises(ValueError, match=f"{cls.__name__} has no field"):
-        from_json(cls, {})
+        from_json(cls, value)
 
 
 def test_what_json_cannot_say_is_refused() -> None:

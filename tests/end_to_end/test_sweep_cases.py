@@ -17,18 +17,21 @@ def _run(**setting: str) -> Result:
     return result
 
 
-def test_a_model_with_buffers_that_it_writes_trains_in_every_mode() -> None:
-    """A codebook in buffers, AdamW in one kernel call, and eval, no_grad and inference_mode between the steps."""
-    result = _run(model="quantizer", optimizer="adamw_fused", mode="switches", bodies="eager")
-    assert result.outcome == "passed"
-    assert result.num_graphs == result.num_in_segments > 0
+CASES = [
+    # A codebook in buffers, AdamW in one kernel call, and eval, no_grad and inference_mode between the steps.
+    Case(model="quantizer", optimizer="adamw_fused", mode="switches", bodies="eager"),
+    # The step of the optimizer is a graph of its own.
+    Case(model="quantizer", optimizer="adamw_compiled", bodies="eager"),
+    *(pytest.param(case, marks=pytest.mark.soak) for case in rotate_few()),
+]
 
 
-def test_an_optimizer_that_is_compiled_trains_a_compiled_model() -> None:
-    """Its step is a graph of its own."""
-    result = _run(model="quantizer", optimizer="adamw_compiled", bodies="eager")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_models_train_in_every_precision_and_mode_with_every_optimizer(case: Case) -> None:
+    """Compiled optimizers have graphs too, and switches of the mode are between steps."""
+    result = _run(**asdict(case))
     assert result.outcome == "passed"
-    assert result.num_graphs > 2
+    assert result.num_graphs == result.num_in_segments >= (3 if case.optimizer == "adamw_compiled" else 2)
 
 
 @pytest.mark.soak
@@ -46,12 +49,3 @@ def test_what_dynamo_leaves_in_eager_is_no_pass_of_ours(model: str, num_graphs: 
     assert result.num_graphs == num_graphs
     (reason,) = result.reasons
     assert reason.startswith(f"Dynamo leaves the training of the whole model to eager: {complaint}")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("case", rotate_few(), ids=str)
-def test_compiled_segments_train_in_every_precision_with_every_optimizer(case: Case) -> None:
-    """Compiled optimizers and switches of the mode included."""
-    result = _run(**asdict(case))
-    assert result.outcome == "passed"
-    assert result.num_graphs == result.num_in_segments >= 2

@@ -97,6 +97,7 @@ class Doubler(nn.Module):
         ("", (6, 6, 8), {"a": (0, 0), "b": (0, 1)}, r"sizes are equal in the example \(a=6, b=6\)"),
         ("", (1, 6, 8), {"a": (0, 0)}, "size 'a' is 1 in the example: expected at least 2"),
         ("", (4, 6, 8), {}, "got 0 sizes: expected 1 to 3"),
+        ("", (0, 6, 8), {"a": (0, 1)}, "samples is 0: expected the number of samples"),
     ],
 )
 def test_what_costs_cannot_be_told_of_is_refused(
@@ -104,7 +105,7 @@ def test_what_costs_cannot_be_told_of_is_refused(
 ) -> None:
     """With the size and the reason."""
     with pytest.raises(TargetError, match=message):
-        module_costs(Doubler(how), torch.ones(inputs), sizes=sizes, options=OPTIONS)
+        module_costs(Doubler(how), torch.ones(inputs), sizes=sizes, samples=min(inputs[0], 1), options=OPTIONS)
 
 
 def test_an_unknown_submodule_is_refused() -> None:
@@ -118,12 +119,6 @@ def test_a_module_that_is_named_twice_counts_once() -> None:
     sizes = {"a": (0, 1)}
     costs = module_costs(Doubler(""), torch.ones(4, 6, 8), sizes=sizes, modules=["inner", "inner"], options=OPTIONS)
     assert costs.names == ("inner", "")
-
-
-def test_a_batch_without_samples_is_refused() -> None:
-    """Costs are per sample."""
-    with pytest.raises(TargetError, match="samples is 0: expected the number of samples"):
-        module_costs(Doubler(""), torch.ones(4, 6, 8), sizes={"a": (0, 1)}, samples=0, options=OPTIONS)
 
 
 def test_a_size_in_the_first_dimension_counts_all_samples_together() -> None:

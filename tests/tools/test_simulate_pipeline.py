@@ -73,15 +73,12 @@ def test_what_is_no_pipeline_is_one_line(case: Path, change: dict[str, Any], mes
     assert ran.code == 1 and message in ran.err
 
 
-def test_a_limit_that_forbids_coarse_filling_is_said(case: Path, apollo: Apollo) -> None:
-    """Fine filling meets it."""
+def test_a_limit_that_forbids_coarse_filling_is_said_and_so_is_a_missing_file(case: Path, apollo: Apollo) -> None:
+    """Fine filling meets the limit; the line about the file has its name."""
     case.write_text(json.dumps({**CASE, "encoders": [{**VISION, "max_live": 1}]}))
     ran = apollo("pipeline", "simulate", case)
     assert ran.code == 0 and "coarse: not possible" in ran.out
-
-
-def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, apollo: Apollo) -> None:
-    """With its name."""
-    ran = apollo("pipeline", "simulate", tmp_path / "none.json")
+    case.unlink()
+    ran = apollo("pipeline", "simulate", case)
     (line,) = ran.err.splitlines()
-    assert ran.code == 2 and "none.json" in line
+    assert ran.code == 2 and case.name in line
