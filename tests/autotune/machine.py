@@ -195,8 +195,9 @@ class Subject:
 
         return Candidate(variant=variant, prepare=prepare, cost_ns=round(cost_s * S), is_late=True, **rest)
 
-    def offer(self, *candidates: Variant | Candidate, incumbent: Variant = PLAN) -> None:
+    def offer(self, *candidates: Variant | Candidate, incumbent: Variant = PLAN) -> Subject:
         self.tuner.offer(_as_candidates(candidates), incumbent=incumbent)
+        return self
 
     def adopt(self, verdict: Verdict, *candidates: Variant | Candidate) -> None:
         self.tuner.adopt(verdict, _as_candidates(candidates))

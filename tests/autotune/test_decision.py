@@ -19,8 +19,7 @@ def test_there_is_nothing_to_compare_before_candidates_are_offered_and_of_a_sing
 
 def test_the_plan_runs_first_and_the_fastest_last() -> None:
     """In every turn its candidate alone; the state tells the round and the times."""
-    subject = Subject({SERIAL: 13, PLAN: 10})
-    subject.offer(SERIAL, PLAN)
+    subject = Subject({SERIAL: 13, PLAN: 10}).offer(SERIAL, PLAN)
     assert (subject.tuner.steps_left, subject.tuner.progress) == (8 * 6, "segments in turn, plan")
     subject.run(4 * 3)
     assert subject.used == 3 * [PLAN] + 6 * [SERIAL] + 3 * [PLAN]

@@ -76,8 +76,7 @@ def test_a_candidate_that_compiles_in_its_own_steps_is_not_timed_until_it_is_rea
 
 def test_what_fails_is_dropped_and_the_others_are_compared() -> None:
     """In a comparison and after it; where the winner fails, all others."""
-    subject = Subject({LOOP: 20, SERIAL: 15, PLAN: 10})
-    subject.offer(LOOP, SERIAL, PLAN, incumbent=LOOP)
+    subject = Subject({LOOP: 20, SERIAL: 15, PLAN: 10}).offer(LOOP, SERIAL, PLAN, incumbent=LOOP)
     subject.run(5)
     subject.tuner.drop(SERIAL)
     subject.run(ENOUGH)
@@ -142,8 +141,7 @@ def test_a_verdict_of_an_earlier_process_whose_winner_was_slower_than_steps_are_
 
 def test_where_sizes_change_nothing_is_watched() -> None:
     """Times of other sizes are no drift."""
-    subject = Subject({SERIAL: 20, PLAN: 10}, is_watched=False)
-    subject.offer(SERIAL, PLAN)
+    subject = Subject({SERIAL: 20, PLAN: 10}, is_watched=False).offer(SERIAL, PLAN)
     subject.run(100)
     subject.times[PLAN] = 100
     subject.run(ENOUGH)
@@ -168,8 +166,7 @@ def test_turns_are_timed_from_border_to_border() -> None:
 
 def test_a_turn_with_another_step_in_it_does_not_count() -> None:
     """A step of another program in between is timed too."""
-    subject = Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN)
-    subject.offer(SERIAL, PLAN)
+    subject = Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN).offer(SERIAL, PLAN)
     for number in range(300):
         subject.step()
         if number % 12 == 5 and number < 60:
@@ -180,9 +177,7 @@ def test_a_turn_with_another_step_in_it_does_not_count() -> None:
 
 def test_one_of_the_tuners_that_time_turns_compares_at_a_time() -> None:
     """Each step has the work of all of them; one that is not called any more holds up nobody."""
-    first, second = (Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN) for _ in range(2))
-    for each in (first, second):
-        each.offer(SERIAL, PLAN)
+    first, second = (Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN).offer(SERIAL, PLAN) for _ in range(2))
     while not first.verdicts:
         first.step()
         second.now_ns = first.now_ns
@@ -190,9 +185,7 @@ def test_one_of_the_tuners_that_time_turns_compares_at_a_time() -> None:
     assert set(second.used) == {PLAN}
     second.run(ENOUGH)
     assert second.winners == [PLAN]
-    third, fourth = (Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN) for _ in range(2))
-    for each in (third, fourth):
-        each.offer(SERIAL, PLAN)
+    third, fourth = (Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN).offer(SERIAL, PLAN) for _ in range(2))
     third.step()
     fourth.run(5)
     assert set(fourth.used) == {PLAN} and fourth.tuner.is_comparing
@@ -205,12 +198,10 @@ def test_memory_is_trimmed_before_every_turn_unless_another_tuner_is_timing(monk
     """And before a late candidate is compiled."""
     monkeypatch.setattr(tuner, "_tuners", weakref.WeakSet())  # without those of other tests
     trimmed: list[int] = []
-    subject = Subject({SERIAL: 13, PLAN: 10}, trim_memory=lambda: trimmed.append(0))
-    subject.offer(SERIAL, PLAN)
+    subject = Subject({SERIAL: 13, PLAN: 10}, trim_memory=lambda: trimmed.append(0)).offer(SERIAL, PLAN)
     subject.run(4 * 3)
     assert len(trimmed) == 4
-    other = Subject({SERIAL: 13, PLAN: 10})
-    other.offer(SERIAL, PLAN)
+    other = Subject({SERIAL: 13, PLAN: 10}).offer(SERIAL, PLAN)
     subject.run(ENOUGH)
     assert len(trimmed) == 4
     other.tuner.leave(PLAN)
