@@ -104,15 +104,6 @@ def test_too_little_memory_for_a_capture_ends_captures_of_the_model_alone(
     assert other.num_launches == launched
 
 
-def test_buffers_that_do_not_fit_are_not_tried(gpu: FakeGpu, info_log: pytest.LogCaptureFixture) -> None:
-    """The message says how much is missing."""
-    gpu.free = 20
-    executable, weight = two_towers(gpu), torch.randn(4)
-    run(executable, weight, 5)
-    assert counts(executable) == (5, 1, 0) and ("rehearse",) not in gpu.log
-    assert "a CUDA graph of test needs 300 B for its buffers, and 20 B are free; use a smaller batch" in info_log.text
-
-
 def test_a_run_that_finds_no_memory_on_lanes_gets_that_of_cuda_graphs(gpu: FakeGpu, weight: torch.Tensor) -> None:
     """Training goes on, more slowly; a run that writes to its inputs is not repeated."""
     state = {"fails": False}
@@ -183,10 +174,10 @@ def test_a_rehearsal_changes_nothing_that_anybody_sees(gpu: FakeGpu) -> None:
     assert launched == [["lane 1"], ["lane 2"], ["lane 1"]] and not gpu.races
 
 
-def test_what_a_rehearsal_finds_is_told_and_nothing_is_captured(
-    gpu: FakeGpu, info_log: pytest.LogCaptureFixture
+def test_what_cannot_be_captured_is_told_before_it_is_tried(
+    gpu: FakeGpu, weight: torch.Tensor, info_log: pytest.LogCaptureFixture
 ) -> None:
-    """As a body that waits for the device."""
+    """As by how much the buffers do not fit, or, after a rehearsal, that a body waits for the device."""
     runs = iter(range(100))
 
     def wait(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -194,9 +185,11 @@ def test_what_a_rehearsal_finds_is_told_and_nothing_is_captured(
             raise RuntimeError("called a synchronizing CUDA operation")
         return x * weight
 
-    executable, weight = two_towers(gpu, wait, torch.sin, torch.add), torch.randn(4)
-    run(executable, weight, 5)
-    assert counts(executable) == (5, 1, 0) and ("capture",) not in gpu.log
-    assert (
-        "test runs on lanes without a CUDA graph: RuntimeError: called a synchronizing CUDA operation" in info_log.text
-    )
+    for free, body, omitted, reason in (
+        (20, torch.mul, "rehearse", "of test needs 300 B for its buffers, and 20 B are free; use a smaller batch"),
+        (1 << 40, wait, "capture", "without a CUDA graph: RuntimeError: called a synchronizing CUDA operation"),
+    ):
+        gpu.free = free
+        executable = two_towers(gpu, body, torch.sin, torch.add)
+        run(executable, weight, 5)
+        assert counts(executable) == (5, 1, 0) and (omitted,) not in gpu.log and reason in info_log.text
