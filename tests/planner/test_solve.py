@@ -21,8 +21,9 @@ QUICK = Effort(work_s=0.4, time_limit_s=60.0)
 """Little work, and a limit that no machine reaches: the same everywhere."""
 
 
-def check(problem: Problem, solution: Solution) -> None:
-    """What every solution keeps."""
+def solved(problem: Problem, effort: Effort = QUICK) -> Solution:
+    """Solve a problem, and check what every solution keeps."""
+    solution = solve(problem, effort)
     assert problem.violations(solution.schedule) == ()
     assert solution.execution == execute(problem, solution.schedule)
     assert solution.bound == lower_bound(problem) <= solution.schedule.makespan <= solution.execution.makespan
@@ -30,6 +31,7 @@ def check(problem: Problem, solution: Solution) -> None:
     chosen = solution.candidates[solution.chosen]
     assert (chosen.makespan, chosen.executed) == (solution.schedule.makespan, solution.execution.makespan)
     assert (solution.proof == "bound") == (solution.schedule.makespan == solution.bound)
+    return solution
 
 
 @pytest.mark.slow
@@ -39,8 +41,7 @@ def test_the_solution_of_a_small_problem_is_optimal(seed: int, solver_seed: int)
     """With the work of the default effort: exhaustive search finds nothing shorter, and no bound is above."""
     rng = random.Random(seed)
     problem = random_problem(rng, rng.randrange(1, 8), rng.choice((2, 4)))
-    solution = solve(problem, replace(QUICK, work_s=2.0, seed=solver_seed))
-    check(problem, solution)
+    solution = solved(problem, replace(QUICK, work_s=2.0, seed=solver_seed))
     assert find_optimum(problem, below=solution.schedule.makespan) is None
 
 
@@ -54,8 +55,7 @@ def test_the_solution_of_a_tiny_problem_is_optimal(kind: str, seed: int) -> None
         with pytest.raises(InfeasiblePlanError, match="keeps the capacities"):
             solve(problem, QUICK)
         return
-    solution = solve(problem, replace(QUICK, seed=seed))
-    check(problem, solution)
+    solution = solved(problem, replace(QUICK, seed=seed))
     assert solution.schedule.makespan == optimum
     assert solution.proof is not None or kind != "two or four units"  # so few tasks are proven with this little work
 
@@ -66,8 +66,7 @@ def test_a_solution_is_never_longer_than_serial_with_interference(seed: int, use
     """Serial is a candidate, the first one."""
     rng = random.Random(seed)
     problem = interfering(random_problem(rng, rng.randrange(2, 30), rng.choice((2, 4))), rng.choice((1.3, 3.0)))
-    solution = solve(problem, replace(QUICK, use_solver=use_solver))
-    check(problem, solution)
+    solution = solved(problem, replace(QUICK, use_solver=use_solver))
     assert solution.candidates[0].name == "serial"
     assert solution.execution.makespan <= serial_schedule(problem).makespan
     assert (solution.solver is None) or use_solver
@@ -77,8 +76,7 @@ def test_a_solution_is_never_longer_than_serial_with_interference(seed: int, use
 def test_the_chosen_order_is_nearly_the_best_with_interference(seed: int) -> None:
     """Of all orders and modes of four tasks, executed."""
     problem = interfering(random_problem(random.Random(seed), 4, 2), 2.5)
-    solution = solve(problem, QUICK)
-    check(problem, solution)
+    solution = solved(problem)
     assert solution.execution.makespan <= 1.06 * _least_executed(problem)
 
 
@@ -109,8 +107,7 @@ def test_where_neighbours_hurt_too_much_serial_stays() -> None:
 def test_the_solution_of_a_real_model_is_near_the_bound(name: str) -> None:
     """Within 6 % with the work of two seconds."""
     problem = realistic_problems()[name]
-    solution = solve(problem, Effort(work_s=2.0, time_limit_s=60.0))
-    check(problem, solution)
+    solution = solved(problem, Effort(work_s=2.0, time_limit_s=60.0))
     assert solution.schedule.makespan <= 1.06 * solution.bound
 
 
@@ -143,8 +140,7 @@ def test_a_solver_that_is_wrong_or_silent_leaves_what_is_known(
 
     without = solve(problem, replace(QUICK, use_solver=False))
     monkeypatch.setattr(cp_sat, "solve_with_cp_sat", claim)
-    solution = solve(problem, QUICK)
-    check(problem, solution)
+    solution = solved(problem)
     assert solution.schedule.makespan <= without.schedule.makespan
     assert not solution.is_from_solver and solution.solver is not None
     assert [says in record.getMessage() for record in caplog.records if says] == [True] * len(caplog.records)
@@ -160,8 +156,7 @@ def test_that_a_solver_is_sure_is_no_certificate(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cp_sat, "solve_with_cp_sat", claim)
     problems = (random_problem(random.Random(seed), 8, 4) for seed in range(100))
     problem = next(p for p in problems if min(s.makespan for s in greedy_schedules(p)) > lower_bound(p))
-    solution = solve(problem, QUICK)
-    check(problem, solution)
+    solution = solved(problem)
     assert solution.proof == "solver"
     assert solution.bound == lower_bound(problem) < solution.schedule.makespan
 
@@ -170,8 +165,7 @@ def test_that_a_solver_is_sure_is_no_certificate(monkeypatch: pytest.MonkeyPatch
 def test_a_plan_that_is_as_short_as_the_bound_ends_the_search(num_tasks: int) -> None:
     """A task cannot be shorter than itself, nor nothing than nothing; the solver is not asked."""
     problem = random_problem(random.Random(0), num_tasks, 4)
-    solution = solve(problem, QUICK)
-    check(problem, solution)
+    solution = solved(problem)
     assert (len(solution.schedule.modes), solution.proof) == (num_tasks, "bound")
     assert solution.solver is None
     assert not solution.stopped_early
