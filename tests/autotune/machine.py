@@ -55,12 +55,7 @@ class Machine:
     """
 
     def __init__(
-        self,
-        *graphs: Graph,
-        seed: int = 0,
-        noise: float = 0.0,
-        compile_s: float = 1e6,
-        is_compilable: bool = True,
+        self, *graphs: Graph, seed: int = 0, noise: float = 0.0, compile_s: float = 1e6, is_compilable: bool = True
     ) -> None:
         self.graphs, self.noise, self.compile_s, self.is_compilable = graphs, noise, compile_s, is_compilable
         self.now_ns = 0

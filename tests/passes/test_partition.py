@@ -331,10 +331,7 @@ MODELS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[tor
         lambda: (sized(2, 5, 8), sized(2, 5, 8)),
     ),
     "tied": (with_tied_weights, lambda: (tokens(1), tokens(2))),
-    "many_outputs": (
-        lambda: Wrapped(many_outputs, layers=linears(*[(8, 8)] * 3)),
-        lambda: (sized(4, 8), sized(4, 8)),
-    ),
+    "many_outputs": (lambda: Wrapped(many_outputs, layers=linears(*[(8, 8)] * 3)), lambda: (sized(4, 8), sized(4, 8))),
     "multi_output": (
         lambda: Wrapped(
             multi_output, norms=nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)]), fc=linears(*[(8, 8)] * 3)
