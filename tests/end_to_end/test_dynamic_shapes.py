@@ -7,8 +7,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from apollo_compile.ir import Variant
 from apollo_compile.session import registry
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import assert_trains_as_in_eager, train
+from tests.end_to_end.step_cases.models import Wrapped
 
 LANES = {
     "debug.strict": True,
@@ -38,19 +39,16 @@ def sizes(subject: str) -> pytest.MarkDecorator:
     return pytest.mark.robustness("Dynamic shapes", subject)
 
 
-class Pair(nn.Module):
-    """Two encoders for sequences of different lengths; the loss reads a part that depends on both."""
+def pair() -> Wrapped:
+    """Return two encoders for sequences of different lengths; the loss reads a part that depends on both."""
 
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(50, width), nn.Linear(width, 8)
-        encoder = partial(nn.TransformerEncoderLayer, width, 2, 2 * width, dropout=0.0, batch_first=True)
-        self.left, self.right = encoder(), encoder()
-
-    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        tokens = self.left(self.embed(left)).reshape(-1, self.embed.embedding_dim)
+    def forward(self: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        tokens = self.left(self.embed(left)).reshape(-1, 16)
         part = tokens[: left.shape[0] * left.shape[1] * 2 // 3 + 1]
         return self.head(part) * self.head(self.right(self.embed(right)).mean(dim=(0, 1))) / right.shape[1]
+
+    left, right = (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2))
+    return Wrapped(forward, embed=nn.Embedding(50, 16), head=nn.Linear(16, 8), left=left, right=right)
 
 
 def batches(lengths: Sequence[tuple[int, int]], batch: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -67,7 +65,7 @@ def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixtur
     torch._dynamo.utils.counters.clear()
     inputs = itertools.cycle(batches(LENGTHS))
     options = {"backend": "apollo", "options": EAGER_BODIES}
-    assert_trains_as_in_eager(Pair(), lambda run: run(*next(inputs)).square().mean(), steps=len(LENGTHS), **options)
+    assert_trains_as_in_eager(pair(), lambda run: run(*next(inputs)).square().mean(), steps=len(LENGTHS), **options)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert "Inductor" not in caplog.text
     model = registry.compiled_models()[-1]
@@ -116,7 +114,7 @@ def test_compiled_code_of_every_variant_serves_every_size() -> None:
 @sizes("the comparison of variants")
 def test_variants_are_compared_by_times_for_as_many_elements() -> None:
     """Whatever sizes come; then the winner runs, and other sizes are no drift."""
-    model = Pair()
+    model = pair()
     run = torch.compile(model, backend="apollo", dynamic=True, options={**LANES, "plan.compile_share": 1e-6})
     with torch.no_grad():
         for left, right in batches(LENGTHS * 1000):
@@ -132,7 +130,7 @@ def test_variants_are_compared_by_times_for_as_many_elements() -> None:
 @sizes("mark_dynamic")
 def test_sizes_are_marked_by_hand() -> None:
     """`mark_dynamic` makes one dimension a symbol; the others stay as they are."""
-    model = Pair()
+    model = pair()
     run = torch.compile(model, backend="apollo", options=EAGER_BODIES)
     for left, right in batches(((24, 7), (12, 7), (90, 7))):
         torch._dynamo.mark_dynamic(left, 1)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from apollo_compile.session import registry
 from tests.end_to_end.models import Tower
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.test_values import floats
 
 Options = dict[str, Any]
@@ -22,17 +22,11 @@ storages = partial(pytest.mark.robustness, "Special operators")
 """Marks a test that docs/robustness.md counts."""
 
 
-class FreedTowers(nn.Module):
-    """Two towers over an input that is freed when both have read it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.a, self.b = Tower(width, 2), Tower(width, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = self.a(x), self.b(x.cos())
-        x.untyped_storage().resize_(0)
-        return a * b
+def freed_towers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute with two towers over an input that is freed when both have read it."""
+    a, b = self.a(x), self.b(x.cos())
+    x.untyped_storage().resize_(0)
+    return a * b
 
 
 def empty_square() -> torch.Tensor:
@@ -134,7 +128,7 @@ def test_storages_are_freed_and_filled_in_the_order_of_the_program(case: str, ei
 @storages("inputs that two towers read and that are freed then")
 def test_an_input_is_freed_when_both_towers_have_read_it(either: Options) -> None:
     """What frees it waits for both; each has a lane."""
-    same_calls(FreedTowers(WIDTH), lambda seed: (square(seed),), 10, either)
+    same_calls(Wrapped(freed_towers, a=Tower(WIDTH, 2), b=Tower(WIDTH, 2)), lambda seed: (square(seed),), 10, either)
 
 
 @pytest.mark.soak
@@ -143,7 +137,8 @@ def test_an_input_is_freed_in_time_in_200_calls(bodies: str, lanes: Options) -> 
     """Wide towers, on two lanes, and as they run by default."""
     forced = {**lanes, "options": {**lanes["options"], "runtime.bodies": bodies}}
     options = {"backend": "apollo"} if bodies == "default options" else forced
-    same_calls(FreedTowers(512), lambda seed: (floats(64, 512, seed=seed),), 200, options)
+    model = Wrapped(freed_towers, a=Tower(512, 2), b=Tower(512, 2))
+    same_calls(model, lambda seed: (floats(64, 512, seed=seed),), 200, options)
 
 
 @storages("storages that are freed while gradients flow")
@@ -175,7 +170,7 @@ def test_what_the_backward_needs_is_made_before_its_input_is_freed(shares_memory
 def test_only_what_resizes_keeps_python(lanes: Options) -> None:
     """Inductor's C++ wrapper has no code for it; segments that compute are native."""
     with torch.no_grad():
-        torch.compile(FreedTowers(WIDTH), **lanes)(square(0))
+        torch.compile(Wrapped(freed_towers, a=Tower(WIDTH, 2), b=Tower(WIDTH, 2)), **lanes)(square(0))
     (graph,) = registry.compiled_models()[-1].graphs
     bodies = zip(graph.compilation.partition.bodies, graph.bodies, strict=True)
     assert [body.name for body, code in bodies if code.entry_address is None] == ["~resize_storage_bytes_"]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from apollo_compile.ir import Role
 from apollo_compile.session import registry
 from tests.end_to_end.models import assert_same_training, train
+from tests.end_to_end.step_cases.models import Wrapped
 
 Options = dict[str, Any]
 
@@ -44,18 +45,10 @@ def _product(own: Any, left: torch.Tensor, right: torch.Tensor | None) -> torch.
     return one @ (one if right is None else own.right(right)).T
 
 
-class Pair(nn.Module):
-    """Two towers of one layer; the same in most tests, so that their code is compiled once."""
-
-    def __init__(self, forward: Callable[..., torch.Tensor] = _product) -> None:
-        super().__init__()
-        self.left, self.right = (
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
-        )
-        self._forward = forward
-
-    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
-        return self._forward(self, left, right)
+def pair(forward: Callable[..., torch.Tensor] = _product) -> nn.Module:
+    """Return two towers of one layer; they are the same in most tests, so that their code is compiled once."""
+    left, right = (nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)) for _ in range(2))
+    return Wrapped(forward, left=left, right=right)
 
 
 def same_gradients(
@@ -93,7 +86,7 @@ def test_gradients_accumulate_over_micro_batches(either: Options) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
 
-    same_gradients(play, Pair(), either)
+    same_gradients(play, pair(), either)
 
 
 @loop("several forwards before a backward")
@@ -107,7 +100,7 @@ def test_two_forwards_may_come_before_their_backwards(either: Options) -> None:
         second.square().mean().backward()
         first.square().mean().backward()
 
-    same_gradients(play, Pair(), either)
+    same_gradients(play, pair(), either)
 
 
 @loop("retain_graph")
@@ -128,13 +121,13 @@ def test_a_retained_graph_gives_its_gradients_again(is_first: bool, either: Opti
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
 
-    same_gradients(play, Pair(), either)
+    same_gradients(play, pair(), either)
 
 
 @loop("double backward")
 def test_a_double_backward_is_refused_in_the_words_of_torch(either: Options) -> None:
     """AOTAutograd has no second derivatives, with any backend; the first ones and later steps are right."""
-    model = Pair()
+    model = pair()
     run = torch.compile(model, **either)
     x = LEFT[0].clone().requires_grad_()
     for function in (run, torch.compile(model, backend="aot_eager")):
@@ -147,7 +140,7 @@ def test_a_double_backward_is_refused_in_the_words_of_torch(either: Options) -> 
 @loop("tied weights")
 def test_a_weight_that_two_towers_share_gets_both_gradients(either: Options) -> None:
     """The sum is made once, whichever lane is first."""
-    model = Pair()
+    model = pair()
     model.right[0].weight = model.left[0].weight
     same_gradients(one_step, model, either)
 
@@ -155,7 +148,7 @@ def test_a_weight_that_two_towers_share_gets_both_gradients(either: Options) -> 
 @loop("frozen modules")
 def test_the_backward_of_a_frozen_tower_vanishes(either: Options) -> None:
     """Its parameters keep None, and no segment of the backward is its."""
-    model = Pair()
+    model = pair()
     model.left.requires_grad_(False)
     same_gradients(one_step, model, either)
     (found,) = [entry for entry in registry.compiled_models() if len(entry.graphs) == 2][-1:]
@@ -176,7 +169,7 @@ def test_a_modality_may_be_absent_in_a_step(either: Options) -> None:
             run(LEFT[0], right).square().mean().backward()
             assert (model.right[0].weight.grad is None) == (right is None)
 
-    same_gradients(play, Pair(), either)
+    same_gradients(play, pair(), either)
 
 
 @loop("hooks")
@@ -197,7 +190,7 @@ def test_hooks_see_and_change_what_they_do_in_eager(either: Options) -> None:
         output.register_hook(lambda gradient: calls.append(("output", _sum(gradient))))
         output.square().mean().backward()
 
-    same_gradients(play, Pair(), either)
+    same_gradients(play, pair(), either)
     expected, actual = seen
     assert [name for name, _ in actual] == [name for name, _ in expected]
     assert [value for _, value in actual] == pytest.approx([value for _, value in expected], rel=1e-3)
@@ -227,7 +220,7 @@ class _Scaled(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, while Dynamo traces the function
 def test_the_backward_of_a_custom_function_is_the_users(either: Options) -> None:
     """Also where it is not the derivative of its forward."""
-    model = Pair(lambda own, x, y: _Scaled.apply(own.left(x), 2.0) @ _Scaled.apply(own.right(y), 3.0).T)
+    model = pair(lambda own, x, y: _Scaled.apply(own.left(x), 2.0) @ _Scaled.apply(own.right(y), 3.0).T)
     same_gradients(one_step, model, either)
 
 
@@ -239,7 +232,7 @@ def test_checkpointed_towers_train_as_in_eager(lanes: Options, uncompiled: Optio
         one = checkpoint(lambda x: nn.functional.dropout(own.left(x), 0.5, own.training), left, use_reentrant=False)
         return one @ checkpoint(own.right, right, use_reentrant=False).T
 
-    model = Pair(join)
+    model = pair(join)
     same_gradients(one_step, copy.deepcopy(model).eval(), uncompiled)
 
     def seeded(**options: Any) -> Any:
@@ -259,7 +252,7 @@ def test_towers_with_reentrant_checkpoints_train_as_in_eager(either: Options) ->
         model.seen = (left.grad, right.grad)  # type: ignore[assignment]
 
     run = partial(checkpoint, use_reentrant=True)
-    model = Pair(lambda own, left, right: run(own.left, left) @ run(own.right, right).T)
+    model = pair(lambda own, left, right: run(own.left, left) @ run(own.right, right).T)
     actual, expected = same_gradients(play, model, either)
     torch.testing.assert_close(actual.seen, expected.seen, rtol=1e-4, atol=1e-5)
 
@@ -274,13 +267,13 @@ def test_towers_that_keep_products_alone_train_as_in_eager(either: Options) -> N
     """The rest of what the backward reads is computed again."""
     contexts = partial(create_selective_checkpoint_contexts, _keep_products)
     run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-    same_gradients(one_step, Pair(lambda own, left, right: run(own.left, left) @ run(own.right, right).T), either)
+    same_gradients(one_step, pair(lambda own, left, right: run(own.left, left) @ run(own.right, right).T), either)
 
 
 @loop("threads with inputs of their own")
 def test_threads_get_the_gradients_of_their_own_inputs(either: Options) -> None:
     """All begin at once, and each runs forward and backward several times between those of others."""
-    model = Pair()
+    model = pair()
     run = torch.compile(model, **either)
     inputs = [(left * scale, right) for scale in (1.0, 2.0) for left in LEFT for right in RIGHT]
 
@@ -313,7 +306,7 @@ def test_a_broken_graph_trains_in_its_parts(either: Options) -> None:
         torch._dynamo.graph_break()
         return one @ own.right(right).T
 
-    same_gradients(one_step, Pair(join), either)
+    same_gradients(one_step, pair(join), either)
     assert sum(len(model.graphs) for model in registry.compiled_models()[-2:]) == 4
 
 
@@ -332,7 +325,7 @@ def test_train_eval_and_modes_without_gradients_take_turns(either: Options) -> N
         model.train()
         run(LEFT[0], RIGHT[1]).sum().backward()
 
-    same_gradients(play, Pair(), either)
+    same_gradients(play, pair(), either)
 
 
 def _same_steps(
@@ -363,7 +356,7 @@ def test_the_graph_of_compiled_autograd_runs_in_segments(either: Options) -> Non
         model.left[0].weight.register_hook(lambda gradient: gradient * 3)
 
     with torch._dynamo.config.patch(compiled_autograd=True):
-        model = _same_steps(Pair(), either, hook)
+        model = _same_steps(pair(), either, hook)
     roles = [graph.compilation.capture.role for entry in registry.find_models(model) for graph in entry.graphs]
     assert roles[0] is Role.FORWARD and set(roles[1:]) == {Role.INFERENCE}
 
@@ -373,4 +366,4 @@ def test_the_graph_of_compiled_autograd_runs_in_segments(either: Options) -> Non
 def test_a_traced_backward_gives_eagers_gradients(either: Options) -> None:
     """With `trace_autograd_ops`; AOTAutograd leaves hooks out of it, whatever compiles the graph."""
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        _same_steps(Pair(), either)
+        _same_steps(pair(), either)

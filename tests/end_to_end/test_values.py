@@ -434,40 +434,33 @@ def test_lanes_keep_the_order_of_arguments_that_share_memory(
     assert len(graph.compilation.plan.lanes) > 1 or torch.get_num_threads() == 1
 
 
-class _Norms(nn.Module):
-    """Two towers whose running statistics overlap."""
+def _norms() -> Wrapped:
+    """Return two towers whose running statistics overlap."""
+    norms, memory = (nn.BatchNorm1d(8), nn.BatchNorm1d(8)), torch.ones(12)
+    for norm, begin in zip(norms, (0, 4), strict=True):
+        norm.running_mean, norm.running_var = memory[begin : begin + 8], norms[0].running_var
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(2))
-        memory = torch.ones(12)
-        for norm, begin in zip(self.norms, (0, 4), strict=True):
-            norm.running_mean = memory[begin : begin + 8]
-            norm.running_var = self.norms[0].running_var
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        one, other = (norm(layer(x)) for norm, layer in zip(self.norms, self.layers, strict=True))
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.norms[0](self.one(x)), self.norms[1](self.other(x))
         return one.square().mean() + (other.sin() * self.norms[0].running_mean).mean()
 
+    return Wrapped(forward, one=nn.Linear(8, 8), other=nn.Linear(8, 8), norms=nn.ModuleList(norms))
 
-class _Mirrored(nn.Module):
-    """A tower that writes to a buffer, and one that reads the same memory by another buffer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.register_buffer("memory", floats(8, 8))
-        self.register_buffer("mirror", self.memory.t())
+def _mirrored() -> Wrapped:
+    """Return a tower that writes to a buffer, and one that reads the same memory by another buffer."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         before = (self.other(x) + self.mirror).tanh()
         self.memory.copy_(self.one(x).detach())
         return (before * (self.other(x) + self.mirror).sin()).mean()
 
+    memory = floats(8, 8)
+    return Wrapped(forward, one=nn.Linear(8, 8), other=nn.Linear(8, 8), memory=memory, mirror=memory.t())
+
 
 @values("buffers that share memory")
-@pytest.mark.parametrize("make", [_Norms, _Mirrored])
+@pytest.mark.parametrize("make", [_norms, _mirrored])
 def test_buffers_that_share_memory_are_trained_as_in_eager(make: Callable[[], nn.Module], either: Options) -> None:
     """Gradients and buffers, over steps."""
     expected, model = make(), make()  # a copy has buffers of its own

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from apollo_compile.ir import Variant
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.twins import EAGER, Twins, chain_loss
 
 COUNT, SAMPLES = 4, 2
@@ -41,17 +42,15 @@ def _refuse_nan_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor
 refuse_nan.register_autograd(_refuse_nan_backward)
 
 
-class _Chain(nn.Module):
-    """Layers that feed each other, each worth a segment; the first and the last can fail."""
+def _chain() -> nn.Module:
+    """Return layers that feed each other, each worth a segment; the first and the last can fail."""
+    return Wrapped(_run_chain, layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(3)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = refuse_nan(torch.tanh(layer(x)), "forward")
-        return x
+def _run_chain(own: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in own.layers:
+        x = refuse_nan(torch.tanh(layer(x)), "forward")
+    return x
 
 
 def _batch(seed: int) -> dict[str, torch.Tensor]:
@@ -71,7 +70,7 @@ def test_an_error_in_a_micro_batch_leaves_weights_and_optimizer_alone_and_the_ne
     clipped.
     """
     options = {**EAGER, "debug.strict": True}
-    twins = Twins(_Chain, chain_loss, partial(optimizer, lr=0.01), count=COUNT, clip_grad_norm=clip, options=options)
+    twins = Twins(_chain, chain_loss, partial(optimizer, lr=0.01), count=COUNT, clip_grad_norm=clip, options=options)
     batches = map(_batch, itertools.count())
 
     def state() -> list[Any]:

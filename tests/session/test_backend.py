@@ -36,7 +36,7 @@ from tests.end_to_end.models import (
     two_tower_inputs,
     two_tower_loss,
 )
-from tests.session.test_compile import SIZES_BY_DATA, Chosen
+from tests.session.test_compile import SIZES_BY_DATA, chosen
 from tests.torch_settings import bfloat16_matmuls, changed, threads
 
 UNCOMPILED = {**STRICT, "runtime.bodies": "eager"}
@@ -111,7 +111,7 @@ def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.robustness("Values", "shapes that depend on data")
 def test_a_shape_that_depends_on_data_falls_back_in_one_line(info_log: pytest.LogCaptureFixture) -> None:
     """What segments cannot express still runs, and the log says why."""
-    layer, x = Chosen(), torch.randn(256)
+    layer, x = chosen()
     run = torch.compile(layer, backend="apollo", options=STRICT)
     with SIZES_BY_DATA, torch.no_grad():
         torch.testing.assert_close(run(x), layer(x), rtol=1e-4, atol=1e-5)

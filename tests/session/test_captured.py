@@ -27,6 +27,7 @@ from apollo_compile.session.registry import is_settled, variants_of
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.tools.report import report
 from tests.device.gpu.fake_gpu import FakeGpu
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.torch_settings import changed
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -126,22 +127,13 @@ def chain() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return layers, (torch.randn(4, 8, generator=torch.Generator().manual_seed(1)),)
 
 
-class Branches(nn.Module):
-    """Two layers that are independent of each other, and buffers that are written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of what both make of `x`."""
-        return self.left(x) @ self.right(self.norm(x)).T
-
-
 def branches() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Return a model with branches and its inputs."""
-    return Branches(), chain()[1]
+    """Return a model of two layers that are independent of each other, with buffers that are written to; its inputs."""
+    left, right = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+    model = Wrapped(
+        lambda own, x: own.left(x) @ own.right(own.norm(x)).T, left=left, right=right, norm=nn.BatchNorm1d(8)
+    )
+    return model, chain()[1]
 
 
 class Loop:

@@ -27,28 +27,26 @@ from apollo_compile.session.planning import reason_to_fall_back
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.torch_bridge import bodies
 from tests.end_to_end.models import STRICT, assert_trains_as_in_eager, train
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.failures import raising
 
 SIZES_BY_DATA = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 USUAL = {"debug.strict": True, "plan.remember": False, "partition.granularity": "module"}
 
 
-class Chosen(nn.Module):
-    """A size that depends on data; a product that is saved for the backward, and a mask that ours would make again."""
+def chosen() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model with a size that depends on data, and a batch.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+    A product is saved for the backward, and a mask that ours would make again.
+    """
+    weight = nn.Parameter(torch.randn(256, 256) / 16)
+    forward = lambda own, x: x[x > 0].sum() + (x[None] @ own.weight).relu().flip(0).exp()  # noqa: E731
+    return Wrapped(forward, weight=weight), torch.randn(256)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[x > 0].sum() + (x[None] @ self.weight).relu().flip(0).exp()
 
-
-class Product(nn.Linear):
-    """One segment, which takes so long that Python between kernels does not count."""
-
-    def __init__(self) -> None:
-        super().__init__(1024, 1024, bias=False)
+def product() -> tuple[nn.Module, torch.Tensor]:
+    """Return one segment, which takes so long that Python between kernels does not count, and a batch."""
+    return nn.Linear(1024, 1024, bias=False), torch.randn(512, 1024)
 
 
 class Trimmed(nn.Linear):
@@ -56,11 +54,6 @@ class Trimmed(nn.Linear):
 
     def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x[:, : length.item()]).exp()
-
-
-def with_batch(make: type[Chosen | Product]) -> tuple[nn.Module, torch.Tensor]:
-    """Return a model and an input of it."""
-    return make(), torch.randn(256) if make is Chosen else torch.randn(512, 1024)
 
 
 @pytest.fixture
@@ -90,7 +83,7 @@ def test_the_code_is_that_of_torch_compile(
     kind: str, mode: str | None, no_caches: None, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Forward and backward, whatever the reason and the mode; one line for both says why, and nothing is wrong."""
-    model, x = with_batch(Product if kind == "nothing to gain" else Chosen)
+    model, x = product() if kind == "nothing to gain" else chosen()
     if kind == "a device without lanes":
         model, x = nn.GELU(), x.to("meta")
     with SIZES_BY_DATA:
@@ -111,16 +104,10 @@ def count_traces(tracer: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return traced
 
 
-class Attention(nn.Module):
-    """Written out; passes of Inductor replace it, and trace the pattern and what replaces it to compare them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (layer(x).view(2, -1, 4, 8).permute(0, 2, 1, 3) for layer in self.inputs)
-        return (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value
+def attend(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Write attention out: passes of Inductor trace the pattern, and what replaces it, to compare them."""
+    query, key, value = (layer(x).view(2, -1, 4, 8).permute(0, 2, 1, 3) for layer in own.inputs)
+    return (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value
 
 
 def test_the_code_is_that_of_torch_compile_where_passes_trace_patterns(
@@ -129,7 +116,7 @@ def test_the_code_is_that_of_torch_compile_where_passes_trace_patterns(
     """Only the graph itself is traced once."""
     monkeypatch.setattr(session_compile, "reason_to_fall_back", lambda *args, **kwargs: "for this test")
     traced = count_traces("aot_dispatch_autograd_graph", monkeypatch)
-    model, x = Attention(), torch.randn(64, 32)
+    model, x = Wrapped(attend, inputs=nn.ModuleList(nn.Linear(32, 32) for _ in range(3))), torch.randn(64, 32)
     code_of(model, x, backend="inductor")  # the first compile of a process traces patterns of its own
     traced.clear()
     expected = code_of(model, x, backend="inductor")
@@ -144,7 +131,7 @@ def test_the_code_is_that_of_torch_compile_where_passes_trace_patterns(
 def test_a_graph_that_falls_back_is_traced_once(grad: bool, no_caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as by torch.compile, and trains alike; one that reads sizes from tensors is traced twice."""
     traced = count_traces("aot_dispatch_autograd_graph" if grad else "aot_dispatch_base_graph", monkeypatch)
-    model, x = with_batch(Product)
+    model, x = product()
     for backend, options in (("inductor", None), ("apollo", USUAL)):
         torch._dynamo.reset()
         traced.clear()
@@ -155,13 +142,14 @@ def test_a_graph_that_falls_back_is_traced_once(grad: bool, no_caches: None, mon
     assert registry.compiled_models()[-1].falls_back
     with SIZES_BY_DATA, torch.set_grad_enabled(grad):
         traced.clear()
-        torch.compile(Chosen(), backend="apollo", options=USUAL)(torch.randn(256))
+        model, x = chosen()
+        torch.compile(model, backend="apollo", options=USUAL)(x)
         assert len(traced) == 2
 
 
 def test_modes_and_options_of_inductor_reach_what_falls_back(no_caches: None) -> None:
     """As options of ours with a prefix; the mode comes first, as it does in torch."""
-    model, x = with_batch(Chosen)
+    model, x = chosen()
     options = {"cpp.simdlen": 1, "triton.cudagraphs": False}
     with SIZES_BY_DATA:
         expected = code_of(model, x, backend="inductor", options=options)
@@ -209,7 +197,7 @@ def test_a_mode_or_option_that_inductor_does_not_have_is_an_error(arguments: dic
 
 def test_a_fallback_comes_from_torchs_own_caches_and_leaves_its_code_there(own_cache: None) -> None:
     """Whoever goes from one backend to the other compiles nothing again."""
-    model, x = with_batch(Product)
+    model, x = product()
 
     def train_with(name: str, **options: Any) -> tuple[int, int]:
         counters.clear()
@@ -223,7 +211,7 @@ def test_a_fallback_comes_from_torchs_own_caches_and_leaves_its_code_there(own_c
 
 def test_a_backward_of_a_fallback_uses_up_what_was_saved_as_torchs_does() -> None:
     """It reuses the memory of saved tensors, and so says that it cannot run twice."""
-    model, x = with_batch(Chosen)
+    model, x = chosen()
 
     def twice(name: str, **options: Any) -> str:
         torch._dynamo.reset()
@@ -252,7 +240,7 @@ def test_a_defect_of_ours_is_no_end_of_training(
 ) -> None:
     """It is one warning and a fallback, wherever it is; whoever asks for defects gets it raised."""
     monkeypatch.setattr(f"apollo_compile.{place}", raising(ValueError("a defect")))
-    model, x = with_batch(Product)
+    model, x = product()
     loss = lambda run: run(x).square().mean()  # noqa: E731
     assert_trains_as_in_eager(model, loss, steps=2, backend="apollo", options={"plan.remember": False})
     (line,) = [record.getMessage() for record in caplog.records]

@@ -13,6 +13,7 @@ import apollo_compile
 from apollo_compile.errors import TargetError
 from apollo_compile.tools.explain import explain
 from tests.end_to_end.models import Tower, TwoTowers, two_tower_inputs
+from tests.end_to_end.step_cases.models import Wrapped
 
 GREEDY = {"plan.planner": "greedy", "plan.time_limit_s": 0.2}
 
@@ -40,18 +41,6 @@ class Moving(Busy):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.linear.weight.data.mul_(0.5)
         return super().forward(x)
-
-
-class Halves(nn.Module):
-    """Two layers that have nothing to do with each other, of operators that need no C++ compiler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(64, 64, bias=False)
-        self.right = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.left(x) @ self.right(y).T
 
 
 class Scaled(nn.Linear):
@@ -93,7 +82,9 @@ def test_nothing_of_a_model_changes(through_method: bool) -> None:
 
 def test_the_plan_is_the_one_that_is_compiled() -> None:
     """Forward and backward, segment by segment."""
-    model, inputs = Halves(), (torch.randn(64, 64), torch.randn(64, 64))
+    halves = {name: nn.Linear(64, 64, bias=False) for name in ("left", "right")}  # no C++ compiler is needed
+    model = Wrapped(lambda own, x, y: own.left(x) @ own.right(y).T, **halves)
+    inputs = (torch.randn(64, 64), torch.randn(64, 64))
     options = {**GREEDY, "plan.autotune": False, "plan.replan": False, "runtime.bodies": "python"}
     planned = explain(model, inputs, options=options)
     assert [graph.role for graph in planned.graphs] == ["forward", "backward"]
@@ -159,24 +150,18 @@ def test_a_chain_runs_in_segments_where_they_are_code_of_their_own(bodies: str, 
     assert graph.variant == variant and {segment.lane for segment in graph.segments} == {0}
 
 
-class FourTowers(nn.Module):
-    """As ImageBind: encoders that meet in one loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoders = nn.ModuleList(Tower(64, 2) for _ in range(4))
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        first, *others = (encoder(x) for encoder, x in zip(self.encoders, inputs, strict=True))
-        return sum((first @ other.T).sum() for other in others)
+def compare(own: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    """Run encoders that meet in one loss, as those of ImageBind do."""
+    first, *others = (encoder(x) for encoder, x in zip(own.encoders, inputs, strict=True))
+    return sum((first @ other.T).sum() for other in others)
 
 
 def test_four_encoders_run_at_once_where_there_are_units_for_them() -> None:
     """On the SMs of a GPU that is not here, as its profile says; two cores run two at once."""
-    inputs = tuple(torch.ones(64, 64) for _ in range(4))
+    model, inputs = Wrapped(compare, encoders=nn.ModuleList(Tower(64, 2) for _ in range(4))), 4 * (torch.ones(64, 64),)
     with torch.no_grad():
-        (there,) = explain(FourTowers(), inputs, profile="h200", options=GREEDY).graphs
-        (here,) = explain(FourTowers(), inputs, options=GREEDY).graphs
+        (there,) = explain(model, inputs, profile="h200", options=GREEDY).graphs
+        (here,) = explain(model, inputs, options=GREEDY).graphs
     assert (there.device.kind, there.device.units, here.device.units) == ("cuda", 132, 2)
     assert here.num_lanes <= 2 < there.num_lanes
 

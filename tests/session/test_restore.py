@@ -16,6 +16,7 @@ from apollo_compile.torch_bridge import serialize
 from apollo_compile.torch_bridge.serialize import bundle_body
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.failures import raising
 from tests.session.trained import hits, training_of, warm
 
@@ -28,26 +29,20 @@ def forbid_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(room, name, raising(AssertionError("planned or compiled again")))
 
 
-class Normalized(nn.Module):
-    """Two equal branches with dropout, and statistics that every step changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (
-            nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3))
-            for _ in range(2)
-        )
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the product of both branches."""
-        return self.left(image) * self.right(image)
+def normalized() -> nn.Module:
+    """Return two equal branches with dropout, and statistics that every step changes."""
+    left, right = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3))
+        for _ in range(2)
+    )
+    return Wrapped(lambda own, image: own.left(image) * own.right(image), left=left, right=right)
 
 
 @warm("training, dropout and BatchNorm included")
 @pytest.mark.parametrize("kind", [pytest.param("towers", marks=pytest.mark.soak), "normalized"])
 def test_a_second_compile_is_the_first_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same losses, gradients and buffers to the bit, dropout included; same segments, plan and report."""
-    model = TwoTowers(dropout=0.3) if kind == "towers" else Normalized()
+    model = TwoTowers(dropout=0.3) if kind == "towers" else normalized()
     inputs = two_tower_inputs() if kind == "towers" else (torch.randn(4, 3, 12, 12),)
     options = {"plan.min_gain": 0.0, "plan.replan": False}
     expected, first = training_of(model, *inputs, **options)
@@ -165,7 +160,7 @@ def test_threads_with_python_can_run_a_body_that_came_back(monkeypatch: pytest.M
         torch._dynamo.reset()
         torch.manual_seed(0)
         with torch.inference_mode():
-            model = Normalized()
+            model = normalized()
             torch.manual_seed(1)
             output = torch.compile(model, backend="apollo", options=STRICT)(inputs)
         assert hits() == expected

@@ -22,7 +22,7 @@ from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.builders import most_at_once
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.end_to_end.twins import Twins
-from tests.session.test_captured import Branches, BusyGpu
+from tests.session.test_captured import BusyGpu, branches
 from tests.session.trained import interpret_plainly
 
 PROGRAM = {
@@ -108,7 +108,7 @@ class Pair:
         **options: Any,
     ) -> None:
         self._twins = Twins(
-            lambda: Branches().double(),
+            lambda: branches()[0].double(),
             loss,
             optimize,
             count=microbatches,
@@ -245,7 +245,7 @@ def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) 
 
     close = (1e-7, 1e-9)
     twins = Twins(
-        lambda: Branches().double(),
+        lambda: branches()[0].double(),
         loss_of,
         count=2,
         split=lambda batch, count: list(zip(batch.chunk(count), masks, strict=True)),

@@ -12,6 +12,7 @@ from torch import nn
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.tools.report import report, status
 from tests.end_to_end.models import TwoTowers
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.step_cases.turns import compile_nothing
 from tests.end_to_end.twins import (
     EAGER,
@@ -26,12 +27,12 @@ from tests.end_to_end.twins import (
     towers_batch,
     towers_loss,
 )
-from tests.session.step.towers import COMPARED, Towers, batch_of, loss_of, sgd
+from tests.session.step.towers import COMPARED, batch_of, loss_of, make_towers, sgd
 
 
 def siamese() -> nn.Module:
     """Return towers whose parameters are tensors of their own in the same memory."""
-    towers = Towers(depth=3)
+    towers = make_towers(depth=3)
     for one, other in zip(towers.left.parameters(), towers.right.parameters(), strict=True):
         other.data = one.data
     return towers
@@ -39,7 +40,7 @@ def siamese() -> nn.Module:
 
 def flat() -> nn.Module:
     """Return towers whose parameters are neighbours in one tensor, which share nothing."""
-    towers = Towers()
+    towers = make_towers()
     members = list(towers.parameters())
     pieces = torch.cat([each.detach().flatten() for each in members]).split([each.numel() for each in members])
     for each, piece in zip(members, pieces, strict=True):
@@ -97,19 +98,11 @@ def test_a_tensor_that_is_kept_may_be_read_by_the_next_micro_batch() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-class LogsItself(nn.Module):
-    """A model whose forward keeps a number that it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layer()
-        self.latest: Any = 0.0
-
-    def forward(self, batch: Batch) -> Any:
-        """Return the loss, as a tensor and as a number."""
-        loss = chain_loss(self.layer, batch)
-        self.latest = loss.item()
-        return loss, {"loss": self.latest}
+def keeps(model: Any, batch: Batch) -> Any:
+    """Return the loss, as a tensor and as a number, which the model keeps."""
+    loss = chain_loss(model.layer, batch)
+    model.latest = loss.item()
+    return loss, {"loss": model.latest}
 
 
 def prints(model: nn.Module, batch: Batch) -> Any:
@@ -131,7 +124,7 @@ def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
     loss_fn: Callable[[nn.Module, Batch], Any], info_log: pytest.LogCaptureFixture
 ) -> None:
     """In the log and in the first line of the report; numbers are those of the step that was taken."""
-    model = LogsItself()
+    model = Wrapped(keeps, layer=layer(), latest=0.0)
     step = compile_step(model, loss_fn, options=EAGER)
     for seed in range(4):
         loss, latest = step(chain_batch(seed)), model.latest

@@ -22,7 +22,7 @@ from tests.end_to_end.twins import (
     towers_batch,
     towers_loss,
 )
-from tests.session.step.towers import Towers, batch_of, loss_of, sgd
+from tests.session.step.towers import batch_of, loss_of, make_towers, sgd
 
 NUM_STEPS = 12
 
@@ -31,7 +31,7 @@ release = partial(compile_step, keep_gradients=False)
 
 def test_memory_that_is_shared_later_is_seen() -> None:
     """Parameters that get the memory of others, and batches in memory of a parameter, between two steps."""
-    twins = Twins(Towers, loss_of, sgd)
+    twins = Twins(make_towers, loss_of, sgd)
     for number in range(16):
         batches = [batch_of(number)] * 2
         if number == 5:
@@ -48,7 +48,7 @@ def test_an_error_inside_a_program_says_which_parameters_were_updated(
     num_good: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All others are as they were; where none was, nothing is said."""
-    model = Towers(depth=1)
+    model = make_towers(depth=1)
     step = compile_step(model, loss_of, sgd(model.parameters()), options=EAGER)
     for number in range(3):
         step(batch_of(number))
@@ -121,7 +121,7 @@ def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
 def test_a_layer_that_is_replaced_by_one_of_the_same_shape_gets_a_program() -> None:
     """Dynamo calls the same graph, with other parameters, and the optimizer steps these instead."""
     torch._dynamo.reset()
-    model, eager = Towers(), Towers()
+    model, eager = make_towers(), make_towers()
     eager.load_state_dict(model.state_dict())
     optimizer, others = sgd(model.parameters()), sgd(eager.parameters())
     step = release(model, loss_of, optimizer, options=EAGER)

@@ -20,7 +20,7 @@ from apollo_compile.tools.report import status
 from tests.autotune.machine import earlier
 from tests.end_to_end.step_cases.turns import compile_nothing
 from tests.end_to_end.twins import EAGER, Twins, chain_batch, chain_loss, compile_step
-from tests.session.step.towers import COMPARED, Towers, batch_of, loss_of
+from tests.session.step.towers import COMPARED, batch_of, loss_of, make_towers
 
 
 def test_variants_of_a_step_are_compared_and_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_where_the_loop_won_in_an_earlier_process_its_graphs_are_compared(
     found = SimpleNamespace(verdict=earlier(Variant.LOOP, Variant.PLAN, margin=margin))
     # The loop's graphs are new.
     monkeypatch.setattr(WarmStart, "recall", lambda _, capture, __: found if capture.role is Role.STEP else None)
-    model = Towers()
+    model = make_towers()
     options = {**EAGER, "runtime.bodies": bodies, "plan.autotune": True}
     step = compile_step(model, loss_of, microbatches=2, options=options)
     while not step.tuners:
@@ -106,7 +106,7 @@ def every_variant(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
 
 def test_a_step_does_not_wait_for_a_compile_that_its_training_does_not_pay_for(every_variant: set[Variant]) -> None:
     """Within the first steps of a run, Inductor compiles no whole step to compare with."""
-    step = compile_step(Towers(), loss_of, options={**EAGER, "plan.autotune": True})
+    step = compile_step(make_towers(), loss_of, options={**EAGER, "plan.autotune": True})
     while not (step.tuners and step.tuners[0].is_settled):
         step(batch_of(0))
     assert Variant.TRACED not in every_variant and step.tuners[0].is_more_to_come
@@ -125,7 +125,7 @@ def test_a_seed_decides_the_numbers_whatever_runs(
     bodies: str, count: int, norm: bool, every_variant: set[Variant]
 ) -> None:
     """The same seed before every step: one loss, and one state of the generator behind it."""
-    model = nn.Sequential(Towers(dropout=0.5, depth=1), nn.BatchNorm1d(16) if norm else nn.Identity())
+    model = nn.Sequential(make_towers(dropout=0.5, depth=1), nn.BatchNorm1d(16) if norm else nn.Identity())
     step = compile_step(model, loss_of, microbatches=count, options={**COMPARED, "runtime.bodies": bodies})
     found = set()
     for _ in range(3000):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.twins import EAGER
 
 COMPARED = {**EAGER, "plan.autotune": True, "plan.compile_share": 1e6}
@@ -28,16 +29,10 @@ def sgd(members: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(members, lr=0.5)
 
 
-class Towers(nn.Module):
-    """Two towers that nothing joins but their sum."""
-
-    def __init__(self, *, dropout: float = 0.0, depth: int = 2) -> None:
-        super().__init__()
-        self.left, self.right = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(dropout)) for _ in range(depth)))
-            for _ in range(2)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of both."""
-        return self.left(x) + self.right(x)
+def make_towers(*, dropout: float = 0.0, depth: int = 2) -> nn.Module:
+    """Return two towers that nothing joins but their sum."""
+    left, right = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(dropout)) for _ in range(depth)))
+        for _ in range(2)
+    )
+    return Wrapped(lambda own, x: own.left(x) + own.right(x), left=left, right=right)
