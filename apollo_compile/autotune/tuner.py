@@ -235,8 +235,7 @@ class Tuner(Decision):
 
     def _settle_on(self, variant: Variant, *, is_confirmed: bool = False) -> None:
         self.current = self.winner = variant
-        earlier = self.verdict if self.verdict is not None and self.verdict.is_remembered else None
-        self._drift.restart(is_confirmed=is_confirmed, least_ns=0 if earlier is None else earlier.standings[0].step_ns)
+        self._drift.restart(is_confirmed=is_confirmed, least_ns=self.verdict.remembered_ns if self.verdict else 0.0)
         self._num_to_skip = 0 if self.is_watched or self._candidates.late else math.inf
         self._remaining = ()
         self._note_remaining()

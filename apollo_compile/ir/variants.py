@@ -85,6 +85,11 @@ class Verdict:
         return self.standings[0].num_rounds >= MIN_ROUNDS
 
     @property
+    def remembered_ns(self) -> float:
+        """How long a step of the winner took in an earlier process; 0 for a verdict of this one."""
+        return self.standings[0].step_ns if self.is_remembered else 0.0
+
+    @property
     def close(self) -> Sequence[str]:
         """The winner and candidates that are close to it, one of which may be the fastest in another process."""
         return [each.name for each in self.standings if each.ratio < CLOSE]

@@ -14,7 +14,7 @@ has no entry.
 | apollo/fallbacks             | fallbacks, planned or not                                                            |
 | apollo/step_ms               | milliseconds of a step in compiled graphs, measured by autotuning for its winners    |
 | apollo/gain_over_serial      | time of the serial plan over `step_ms`, measured in the same rounds                  |
-| apollo/gain_over_inductor    | time of Inductor, on a GPU of torch.compile, over `step_ms`, in the same rounds      |
+| apollo/gain_over_inductor    | time of Inductor or its traced step, on a GPU of torch.compile, over `step_ms`       |
 | apollo/predicted_gain        | predicted time on one lane over the predicted time of the plans                      |
 | apollo/overlap               | share of the graphs' time in which two or more lanes were busy, in the last step     |
 | apollo/peak_bytes            | largest planned peak of buffers between segments of a graph                          |
@@ -48,7 +48,7 @@ def metrics_of(report: ModelSummary) -> dict[str, float]:
         "fallbacks": len(report.fallbacks),
         "step_ms": sum(verdict.standings[0].step_ns for verdict in verdicts) / 1e6 if verdicts else None,
         "gain_over_serial": _gain(verdicts, Variant.SERIAL),
-        "gain_over_inductor": _gain(verdicts, Variant.INDUCTOR),
+        "gain_over_inductor": _gain(verdicts, Variant.INDUCTOR, Variant.TRACED),
         "predicted_gain": _ratio((graph.serial_ns, graph.predicted_ns) for graph in graphs),
         "overlap": _overlap(graphs),
         "peak_bytes": max((graph.peak_bytes for graph in graphs), default=None),

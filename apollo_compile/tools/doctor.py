@@ -299,7 +299,8 @@ def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Machin
     ortools_problem = _problem_of(lambda: import_module("ortools.sat.python.cp_model"))
     config, config_problem = _look_at_config()
     cache, plan = (None, None) if config is None else (config.device.cache, config.plan.file)
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    names = _COMPILERS if torch is None else import_module("apollo_compile.torch_bridge.cxx_compiler").compilers()
+    compiler = next((found for name in names if (found := shutil.which(name))), None)
     threads = None if torch is None else torch.get_num_threads()
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     state: FileState | None = None
@@ -310,7 +311,7 @@ def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Machin
         if config_problem is None:
             state, path, detail = _look_at_profile(config, _units(allowed, threads))
     has_gpu = torch is not None and torch.cuda.is_available()
-    names = () if torch is None or not has_gpu else map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    gpus = () if torch is None or not has_gpu else map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     progress.at("checking lanes on the GPU" if has_gpu else "looking at the machine")
     facts = MachineFacts(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -336,7 +337,7 @@ def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Machin
         cache_problem=None if cache is None else _problem_of(lambda: _write_into(cache)),
         ortools=metadata.version("ortools") if ortools_problem is None else None,
         ortools_problem=ortools_problem and ortools_problem + _protobufs(),
-        cuda_devices=tuple(names),
+        cuda_devices=tuple(gpus),
         cuda_build=None if torch is None else torch.version.cuda,
         cuda_results=_examine_cuda(cache, check_gpu_again) if is_complete and has_gpu else (),
         is_body_tried=try_cpu or not has_gpu,

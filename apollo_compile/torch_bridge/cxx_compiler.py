@@ -1,9 +1,8 @@
-"""Whether an error says that C++ code cannot be compiled on this machine."""
+"""The C++ compiler of Inductor: its names, and whether an error says that it cannot compile on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch._inductor.config as inductor_config
 from torch._inductor import exc
@@ -25,7 +24,7 @@ def compiler_complaint(error: BaseException) -> str | None:
                 lines = [line.strip() for line in seen.output.splitlines() if line.strip()] or ["no output"]
                 told = next((line for line in lines if "error" in line.lower()), lines[-1])
                 return f"{seen.cmd[0]} failed: {told}"
-            case PermissionError(filename=str(name)) if name in _compilers():
+            case PermissionError(filename=str(name)) if name in compilers():
                 return f"{name} is not executable"
             case OSError() if is_cause:
                 return f"{type(seen).__name__}: {seen}"
@@ -35,7 +34,7 @@ def compiler_complaint(error: BaseException) -> str | None:
     return None
 
 
-def _compilers() -> Sequence[Any]:
-    """Return the names under which Inductor looks for a C++ compiler."""
+def compilers() -> Sequence[str]:
+    """Return the names under which Inductor looks for a C++ compiler; `CXX` is one of them, if it is set."""
     names = inductor_config.cpp.cxx
-    return names if isinstance(names, list | tuple) else [names]
+    return [name for name in (names if isinstance(names, list | tuple) else [names]) if name]

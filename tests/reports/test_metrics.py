@@ -64,6 +64,8 @@ def test_gains_are_of_all_graphs_or_there_is_none() -> None:
     assert found["apollo/step_ms"] == 4
     assert found["apollo/gain_over_serial"] == pytest.approx(2)
     assert "apollo/gain_over_inductor" not in found
+    step = report_of(verdicts=(("a step", verdict_of(Variant.PLAN, TRACED=1.2)),)).metrics()
+    assert step["apollo/gain_over_inductor"] == pytest.approx(1.2)
 
 
 def test_a_graph_on_one_lane_has_no_overlap() -> None:

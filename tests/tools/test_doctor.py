@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from apollo_compile import progress
@@ -160,6 +161,12 @@ def test_this_machine_is_looked_at() -> None:
     assert 1 <= facts.allowed_cores <= facts.cores
     assert facts.profile is not None and facts.cache is not None
     assert find(facts, "native bodies").level is Level.OK
+
+
+def test_the_compiler_is_the_one_that_inductor_takes() -> None:
+    """Look for no other one where that is missing: bodies are compiled by it."""
+    with inductor_config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert look().compiler is None
 
 
 def test_a_torch_that_makes_no_native_bodies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
