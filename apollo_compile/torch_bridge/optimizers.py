@@ -68,9 +68,8 @@ class OptimizerInParts:
         """
         states = (tensor for state in optimizer.state.values() for tensor in state.values())
         tensors = [each for each in states if isinstance(each, torch.Tensor)]
-        if WrittenMemory(range(len(tensors))).is_shared(tensors):
-            return "state of the optimizer shares memory"
-        return None
+        is_shared = WrittenMemory(range(len(tensors))).is_shared(tensors)
+        return "state of the optimizer shares memory" if is_shared else None
 
     def refresh(self) -> None:
         """Look at the groups of parameters before a step, since groups and checkpoints change them."""
@@ -144,10 +143,8 @@ class OptimizerInParts:
         deterministic algorithms that loop stays.
         """
         is_free = "fused" in group and group["fused"] is None and group.get("foreach") is None
-        may_fuse = (
-            is_free and not torch.are_deterministic_algorithms_enabled() and not self._only_adds(group, parameters)
-        )
-        fuses = may_fuse and self._reason_against_fused(group, parameters) is None
+        stays_plain = torch.are_deterministic_algorithms_enabled() or self._only_adds(group, parameters)
+        fuses = is_free and not stays_plain and self._reason_against_fused(group, parameters) is None
         return {**group, "params": list(parameters), **({"fused": True} if fuses else {})}
 
     def _only_adds(self, group: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> bool:
@@ -172,14 +169,16 @@ class OptimizerInParts:
             if differs_from_plain(type(self._optimizer), group, dtype, device):
                 _warn_of_kernel(self.name, dtype, device.type)
                 return f"it computes something else in {dtype}"
+        have_state = set()
         for parameter in parameters:
             if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
                 return "a parameter has gaps in its memory, or elements that share it"
             strides, state = parameter.stride(), self._optimizer.state.get(parameter, {})
-            alike = (each for each in state.values() if isinstance(each, torch.Tensor) and each.dim())
-            if any(each.stride() != strides and each.shape == parameter.shape for each in alike):
+            tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
+            if any(each.stride() != strides and each.shape == parameter.shape for each in tensors):
                 return "a parameter and its state are laid out differently"
-        return None
+            have_state.add(bool(tensors))
+        return "some parameters have no state yet" if len(have_state) > 1 else None
 
 
 def zero_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -199,5 +198,4 @@ def _warn_of_kernel(name: str, dtype: torch.dtype, device: str) -> None:
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the gradient with the strides of its parameter, which a fused kernel expects."""
-    is_alike = gradient.stride() == parameter.stride()
-    return gradient if is_alike else torch.empty_like(parameter).copy_(gradient)
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
