@@ -37,6 +37,8 @@ _outside = itertools.count(1)
 def compile_apart(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Return `torch.compile(function, ...)` with cache entries of its own, so that no recompile limit is shared."""
     compile_function: Callable[..., Callable[..., Any]] = torch.compile
+    if callable(settings["backend"]):  # by its name Dynamo knows a backend after which no tensor is referred to
+        settings["backend"].__name__ = "apollo"
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         return compile_function(function, **settings, isolate_recompiles=True)
     if isinstance(function, FunctionType):  # entries belong to code, so it gets a copy of that

@@ -61,6 +61,18 @@ def test_one_tensor_may_be_there_twice_and_not_the_next_time() -> None:
         twins.take({**batch, "y": batch["x"]} if seed < 2 else batch)
 
 
+def test_parameters_can_be_swapped_between_steps() -> None:
+    """As weights of another kind are loaded; torch refuses where somebody refers to a parameter weakly."""
+    twins = Twins(layer)
+    for seed in range(4):
+        if seed == 2:
+            for each in twins.both:
+                each.zero_grad()
+                torch.utils.swap_tensors(each[0].weight, nn.Parameter(0.5 * each[0].weight.detach()))
+        twins.take(chain_batch(seed))
+    assert ran_as_program(twins.step)
+
+
 def test_a_report_shows_the_phases_of_a_step() -> None:
     """Micro-batches overlap phase by phase."""
     model = Chain()
