@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +18,12 @@ def mark_boxed(run: _Callable) -> _Callable:
     return run
 
 
-def have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a hook sees the gradient of one of these leaves, before or after it is accumulated."""
-    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in tensors)
+def reason_against_gradients(leaves: Collection[torch.Tensor]) -> str | None:
+    """Return why only autograd may leave gradients at these leaves; None if anybody may."""
+    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in leaves):
+        return "a gradient has hooks"
+    has_own_dtype = any(each.grad_dtype is not each.dtype for each in leaves)
+    return "a gradient has another dtype than its parameter" if has_own_dtype else None
 
 
 def is_compiled_module(model: object) -> bool:

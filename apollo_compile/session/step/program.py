@@ -19,7 +19,7 @@ from apollo_compile.target.target import Code, Contract, Target
 from apollo_compile.torch_bridge.gradients import find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.modes import mode_against_programs
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
-from apollo_compile.torch_bridge.private_attributes import have_gradient_hooks
+from apollo_compile.torch_bridge.private_attributes import reason_against_gradients
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedOptimizer
 from apollo_compile.torch_bridge.storages import WrittenMemory
 
@@ -108,8 +108,8 @@ class StepProgram:
         parameters = self.parameters
         if self._sharded is not None:
             parameters = [*parameters, *map(self._sharded.owner_of, parameters)]
-        if have_gradient_hooks(parameters):
-            return "a gradient has hooks"
+        if (reason := reason_against_gradients(parameters)) is not None:
+            return reason
         are_all_needed = self.is_clipped or self.step.averages is not None
         for parameter in parameters:
             if parameter.grad is not None:

@@ -43,6 +43,19 @@ def test_memory_that_is_shared_later_is_seen() -> None:
         assert ("shares memory" in str(twins.step.verdicts)) is (number >= 5)
 
 
+def test_gradients_of_another_dtype_are_left_by_the_loop() -> None:
+    """As long as a parameter of bfloat16 asks for gradients of float32."""
+    twins = Twins(lambda: make_towers(depth=1), loss_of, sgd)
+    for number in range(6):
+        for each in twins.both:
+            first = next(each.parameters())
+            first.grad = None
+            first.grad_dtype = torch.float64 if number in (2, 3) else torch.float32
+        twins.take(batch_of(number))
+        assert next(twins.model.parameters()).grad.dtype is next(twins.expected.parameters()).grad.dtype
+        assert ("has another dtype than its parameter" in str(twins.step.verdicts)) is (number in (2, 3))
+
+
 @pytest.mark.parametrize("num_good", [0, 1], ids=["first", "last"])
 def test_an_error_inside_a_program_says_which_parameters_were_updated(
     num_good: int, monkeypatch: pytest.MonkeyPatch
