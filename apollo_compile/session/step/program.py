@@ -179,6 +179,8 @@ class StepProgram:
             self.release()
         shared, own = self._sort(inputs)
         given = [*shared, *own, *self.tangents_of(weights)]
+        written, members = map(given.__getitem__, self.step.written), self.optimizer.members if self.optimizer else ()
+        torch.autograd.graph.increment_version([x for x in written if not x.requires_grad or id(x) in members])
         variant = self.variants.current
         taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
         num_returned = self.step.num_micro_batches * len(self.micro.returned)
@@ -212,13 +214,13 @@ class StepProgram:
         leave_gradients(self.kept, [gradient for each, gradient in pairs if id(each) not in self._released])
         optimizer.updated.clear()
         optimizer.step(parameters, gradients)
+        torch.autograd.graph.increment_version([each for each in parameters if optimizer.has(each)])
         optimizer.note_taken()
         return True
 
     def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the current variant; an error says which parameters had been updated."""
-        optimizer = self.optimizer
-        if optimizer is None:
+        if (optimizer := self.optimizer) is None:
             return self.variants.run(given)
         optimizer.updated.clear()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,13 @@ from apollo_compile.session.step.split import split_evenly
 from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
 from tests.end_to_end.twins import (
     EAGER,
+    Chain,
     Twins,
+    chain_batch,
+    chain_loss,
     compile_step,
     make_towers_twice,
+    ran_as_program,
     run_loop,
     state_of,
     towers_batch,
@@ -54,6 +59,22 @@ def test_gradients_of_another_dtype_are_left_by_the_loop() -> None:
         twins.take(batch_of(number))
         assert next(twins.model.parameters()).grad.dtype is next(twins.expected.parameters()).grad.dtype
         assert ("has another dtype than its parameter" in str(twins.step.verdicts)) is (number in (2, 3))
+
+
+@pytest.mark.parametrize("name", ["layers.0.0.weight", "layers.0.1.running_mean", "layers.2.0.weight"])
+def test_a_backward_after_a_step_sees_what_was_written_to(name: str) -> None:
+    """As after the loop in eager, whichever kernel has updated a parameter; one layer has no optimizer."""
+    torch._dynamo.reset()
+    model = Chain()
+    step = compile_step(model, chain_loss, torch.optim.AdamW(model.layers[:2].parameters()), options=EAGER)
+    for seed in range(3):
+        product = torch.ones(16, requires_grad=True) * model.state_dict(keep_vars=True)[name]
+        step(chain_batch(seed))
+        is_written = not name.startswith("layers.2")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") if is_written else nullcontext():
+            product.sum().backward()
+        model.zero_grad()
+    assert ran_as_program(step)
 
 
 @pytest.mark.parametrize("num_good", [0, 1], ids=["first", "last"])
