@@ -33,7 +33,7 @@ from apollo_compile.config import load_config
 from apollo_compile.errors import CaptureError, NotReplayedError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
-from apollo_compile.reports.words import NOTHING_YET, describe_state
+from apollo_compile.reports.words import describe_state
 from apollo_compile.session.step.arguments import StepSettings
 from apollo_compile.session.step.collectives import DataParallel, find_data_parallel
 from apollo_compile.session.step.linking import Linker
@@ -114,8 +114,7 @@ class Step:
     @property
     def verdicts(self) -> list[str]:
         """The winners and their times, for every kind of step that was linked; for the others, why they are loops."""
-        loops = [f"{Variant.LOOP}: {reason}" for reason in self.reasons_for_loops]
-        return [*loops, *(str(tuner) for tuner in self.tuners)]
+        return [*(f"{Variant.LOOP}: {reason}" for reason in self.reasons_for_loops), *map(str, self.tuners)]
 
     @property
     def tuners(self) -> list[StepTuner]:
@@ -134,8 +133,10 @@ class Step:
     def states_beside_programs(self) -> list[State]:
         """The states of kinds of steps that only run as a loop, and of those that do until their plans are final."""
         refused = (f"{Variant.LOOP}: {reason}" for reason in self.reasons_for_loops)
-        loops = [State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused]
-        return [*loops, *(_loop_first(graph) for graph in self._loss.graphs if not graph.outcomes)]
+        states = [State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused]
+        states += [_loop_first(graph) for graph in self._loss.graphs if not graph.outcomes]
+        is_new = not states and not self.tuners
+        return [State(graph="step", stage=Stage.MEASURING, detail="no step is compiled yet")] if is_new else states
 
     @property
     def states(self) -> list[State]:
@@ -143,15 +144,12 @@ class Step:
         return [*(each.state for each in self.tuners), *self.states_beside_programs]
 
     def __repr__(self) -> str:
-        return f"<step of {type(self._model).__name__}, {describe_state(self.states) or NOTHING_YET}>"
+        return f"<step of {type(self._model).__name__}, {describe_state(self.states)}>"
 
     # -------------------------------------------------------------------------------------------- taking a step
 
     def _take(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
-        """Take a step of these micro-batches, and link its graphs once they can be a program.
-
-        Return the results of the loss function, by micro-batch.
-        """
+        """Take a step of micro-batches, and link its graphs once they can be a program; return the results."""
         self._num_steps += 1
         if self._optimizer is not None:
             zero_gradients(self._optimizer)
@@ -296,9 +294,8 @@ class Step:
 
 def _loop_first(graph: LossGraph) -> State:
     """Return the state of a graph that runs as a loop until its plans are final; then variants take turns."""
-    state = graph.model.state()
     return replace(
-        state,
+        graph.model.state(),
         stage=Stage.MEASURING,
         detail="the loop first",
         num_steps=max((each.runs_left for each in graph.model.graphs), default=0)

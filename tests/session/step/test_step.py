@@ -159,6 +159,13 @@ def test_copies_of_a_step_train_copies_of_the_model() -> None:
         assert not torch.equal(copied["model"][0].weight, model[0].weight)
 
 
+def test_a_step_that_was_never_taken_says_so() -> None:
+    """And nothing about compiled models that are to be called."""
+    step = compile_step(layer(), chain_loss)
+    assert repr(step) == "<step of Sequential, measuring: no step is compiled yet>"
+    assert status(step) == str(report(step)).strip() == "measuring: no step is compiled yet"
+
+
 def test_a_step_that_is_disabled_says_so() -> None:
     """It is a loop over what torch.compile makes, with nothing to report."""
     twins = Twins(optimize=partial(torch.optim.SGD, lr=0.1), options={"disable": True})
