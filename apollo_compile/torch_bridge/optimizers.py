@@ -173,10 +173,10 @@ class OptimizerInParts:
         for parameter in parameters:
             if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
                 return "a parameter has gaps in its memory, or elements that share it"
-            strides, state = parameter.stride(), self._optimizer.state.get(parameter, {})
+            kind, state = (parameter.stride(), parameter.dtype), self._optimizer.state.get(parameter, {})
             tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
-            if any(each.stride() != strides and each.shape == parameter.shape for each in tensors):
-                return "a parameter and its state are laid out differently"
+            if any((each.stride(), each.dtype) != kind and each.shape == parameter.shape for each in tensors):
+                return "a parameter and its state differ in layout or dtype"
             have_state.add(bool(tensors))
         return "some parameters have no state yet" if len(have_state) > 1 else None
 

@@ -106,14 +106,20 @@ def test_a_fused_kernel_is_not_chosen_where_it_would_do_something_else(
     torch.testing.assert_close(memory[is_between], before, rtol=0, atol=0)
 
 
-def test_parameters_without_state_are_stepped_beside_others_that_have_some() -> None:
-    """As where the user has dropped the momentum of one; the fused kernel would raise."""
+def _widen(state: dict[str, Any]) -> None:
+    state["momentum_buffer"] = state["momentum_buffer"].double()
+
+
+@pytest.mark.parametrize("change", [dict.clear, _widen], ids=["dropped", "of another dtype"])
+def test_state_that_a_fused_kernel_does_not_take_is_updated_as_ever(change: Callable[[Any], None]) -> None:
+    """As where the user has dropped or changed the momentum of one parameter; the kernel would raise."""
     mine, others = ([torch.nn.Parameter(torch.ones(8)) for _ in range(2)] for _ in range(2))
     own, expected = (torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=0.1) for each in (mine, others))
     for number in range(4):
         gradients = gradients_of(number, [torch.Size((8, 1)), torch.Size((8,))])
         for optimizer, (first, second) in ((own, mine), (expected, others)):
-            optimizer.state.pop(first if number == 2 else None, None)
+            if number == 2:
+                change(optimizer.state[first])
             first.grad, second.grad = gradients[0][:, 0], gradients[1]
         expected.step()
         OptimizerInParts(own).step(mine, [each.grad for each in mine if each.grad is not None])
