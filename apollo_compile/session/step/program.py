@@ -116,7 +116,7 @@ class StepProgram:
                 if are_all_needed or (self.optimizer is not None and self.optimizer.has(parameter)):
                     name = next((name for name, each in self.named_parameters.items() if each is parameter), "one")
                     reason = "gradients are there already that clipping, other ranks or the optimizer have to know of"
-                    return f"{reason}: {name} has one; zero it before the step"
+                    return f"{reason}: {name} has one; set it to None before the step"
                 if self.step.num_micro_batches > 1 and torch.are_deterministic_algorithms_enabled():
                     return "gradients are there already, and sums keep their order with deterministic algorithms"
         return None

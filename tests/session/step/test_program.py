@@ -141,6 +141,17 @@ def test_gradients_that_no_optimizer_uses_stay() -> None:
         torch.testing.assert_close(mine.grad, None if is_stepped else theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_that_were_zeroed_in_place_make_a_loop_that_says_what_to_do() -> None:
+    """Zeros are gradients, too, that an optimizer would use."""
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
+    step = compile_step(model, chain_loss, optimizer, options=EAGER)
+    for seed in range(3):
+        step(chain_batch(seed))
+    assert "layers.0.0.weight has one; set it to None before the step" in step.verdicts[0]
+
+
 def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
     """Such steps are a loop, and a line says so."""
     (model, optimizer), _ = make_towers_twice(partial(torch.optim.SGD, lr=0.01))
