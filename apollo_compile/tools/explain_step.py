@@ -52,8 +52,8 @@ def explain_step(
         options: as for `torch.compile(..., options=...)`.
 
     Raises:
-        TargetError: `model` is not a module, is under FSDP2 or cannot be copied, or the batch cannot be split; see
-            `compile_step`.
+        TargetError: `model` is not a module, is under FSDP2 or cannot be copied, the batch cannot be split, or there
+            is no loss with a gradient; see `compile_step`.
         ConfigError: an argument or an option has a wrong value.
         InfeasiblePlanError: no plan meets the memory quota.
     """

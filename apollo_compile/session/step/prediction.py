@@ -16,12 +16,13 @@ from apollo_compile.session.dry_run import trace
 from apollo_compile.session.step.collectives import find_data_parallel, order_of_gradients
 from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import GraphCode, join_graphs
-from apollo_compile.session.step.returned import KEEPS_TENSORS, detach_others
+from apollo_compile.session.step.returned import KEEPS_TENSORS, detach_others, loss_in
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.data_parallel import is_sharded, without_reducer
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
+from apollo_compile.torch_bridge.trees import count_tensors
 
 
 def predict_step(
@@ -39,8 +40,8 @@ def predict_step(
 
     Raises:
         UnsupportedGraphError: it can only run as a loop, with the reason.
-        TargetError: the model or its inputs cannot be copied, its parameters are in shards, or Dynamo finds nothing to
-            compile.
+        TargetError: the model or its inputs cannot be copied, its parameters are in shards, Dynamo finds nothing to
+            compile, or there is no loss with a gradient.
         InfeasiblePlanError: no plan meets the memory quota.
     """
     if is_sharded(model):
@@ -65,18 +66,17 @@ def predict_step(
         if problem is None or is_of_user(error):
             raise
         raise UnsupportedGraphError(f"the loss function is not one graph: {problem}") from error
+    if not loss_in(dry_run.returned).requires_grad:
+        raise TargetError("the loss needs no gradient: expected one that depends on a parameter with requires_grad")
     ((name, planned),) = dry_run.graphs.items()
     by_role = {compilation.capture.role: compilation for compilation, _ in planned}
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD}:
-        reasons = [reason for _, reason in dry_run.fallbacks]
-        raise UnsupportedGraphError(
-            f"{name} is no forward with a backward{': ' if reasons else ''}{'; '.join(reasons)}"
-        )
+        raise UnsupportedGraphError(f"{name} has no plan: {'; '.join(reason for _, reason in dry_run.fallbacks)}")
     forward, backward = (
         GraphCode(compilation=by_role[role], contract=dry_run.contracts[by_role[role].capture.name])
         for role in (Role.FORWARD, Role.BACKWARD)
     )
-    if len(forward.contract.user_outputs) != dry_run.num_returned:
+    if len(forward.contract.user_outputs) != count_tensors(dry_run.returned):
         raise UnsupportedGraphError(KEEPS_TENSORS)
     inputs = dry_run.inputs[name]
     owned = set(map(id, dry_run.state))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from apollo_compile.errors import TargetError
 from apollo_compile.ir import Variant
 from apollo_compile.tools.explain_step import explain_step
 from apollo_compile.tools.report import report
@@ -81,3 +82,17 @@ def test_a_step_that_cannot_be_linked_is_explained_as_a_loop(
     (state,) = planned.states
     assert re.search(f"{Variant.LOOP}: {reason}", state.detail)
     assert f"falls back: {Variant.LOOP}: " in str(planned)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (lambda model, batch: model(batch["x"]), r"returned a Tensor of shape \[16, 16\] as the loss"),
+        (lambda model, batch: chain_loss(model, batch).detach(), "the loss needs no gradient"),
+    ],
+    ids=["a tensor with dimensions", "no gradient"],
+)
+def test_a_step_that_would_fail_is_not_planned(loss_fn: Callable[..., Any], reason: str) -> None:
+    """As `compile_step` refuses it, or its backward."""
+    with pytest.raises(TargetError, match=reason):
+        explain_step(Chain(), loss_fn, chain_batch(0), options=EAGER)
