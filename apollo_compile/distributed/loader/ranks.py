@@ -46,7 +46,7 @@ def weigh_loss(
         group: the ranks that gradients are averaged over.
 
     Raises:
-        ValueError: there are no tokens in the step, or a negative number.
+        ValueError: there are no tokens in the step, or a negative number or a fraction in the micro-batch.
     """
     has_group = dist.is_available() and dist.is_initialized()
     num_ranks = dist.get_world_size(group) if has_group else 1
@@ -55,8 +55,8 @@ def weigh_loss(
         if has_group:
             dist.all_reduce(count, group=group)
         total = int(count)
-    if tokens < 0 or total < max(tokens, 1):
-        raise ValueError(f"a micro-batch has {tokens} of the step's {total} tokens: expected 0 to all of at least one")
+    if tokens < 0 or tokens % 1 or total < max(tokens, 1):
+        raise ValueError(f"a micro-batch has {tokens} of the step's {total} tokens: expected a whole number, 0 to all")
     if not tokens:
         return torch.where(torch.isfinite(loss), loss, 0.0) * 0.0  # the mean over no tokens is NaN
     return loss * (tokens * num_ranks / total)

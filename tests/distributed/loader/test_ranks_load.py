@@ -72,6 +72,6 @@ def test_a_loss_is_weighted_by_its_share_of_the_tokens() -> None:
     assert mean_of_none.isnan()
     weigh_loss(mean_of_none, 0, total=12).backward()
     assert logits.grad is not None and not logits.grad.any()
-    for tokens, total in ((5, 4), (-1, 4), (0, 0)):
+    for tokens, total in ((5, 4), (-1, 4), (0, 0), (3.5, 4)):
         with pytest.raises(ValueError, match=rf"a micro-batch has {tokens} of the step's {total} tokens"):
-            weigh_loss(loss, tokens, total=total)
+            weigh_loss(loss, tokens, total=total)  # type: ignore[arg-type]
