@@ -15,6 +15,7 @@ from torch import nn
 import apollo_compile
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.build import pieces_of, trace_step, work_of
+from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import REST, EqualDevices
 from tests.distributed import deploy_work as work
 from tests.distributed.conftest import needs_gloo, read_ranks, start_ranks
@@ -122,7 +123,7 @@ def test_gradients_accumulate(ranks: list[dict[str, Any]]) -> None:
     ("name", "text"),
     [
         ("simulated", "DeploymentError: the plan is for 4 devices, and there are 2 ranks"),
-        ("no link", "DeploymentError: a simulation on a number of devices needs a link"),
+        ("no link", "DeploymentError: a simulation needs a device or more, got 4, and a link=Link(...), got None"),
         ("no module", "DeploymentError: the model has no module 'vision'; it has frozen, "),
         ("nested", "DeploymentError: module 'pair.layers' is inside of 'pair'"),
         ("memory", "InfeasiblePlanError: no placement of 3 modules on 2 devices keeps the memory of 1000 bytes"),
@@ -163,6 +164,22 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
     assert torch.equal(torch.get_rng_state(), state)
     assert towers.scale.grad == 3 and towers.image[0][0].weight.grad is None  # type: ignore[index]
     assert "forward" not in towers.image.__dict__
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({"mesh": 0}, "a simulation needs a device or more, got 0"),
+        ({"loss_fn": None}, "loss_fn is None: expected a function from the model's output to the loss"),
+        ({"batch": torch.randn(0, 4)}, "the batch has no tensor with samples"),
+    ],
+    ids=["no devices", "no loss", "no samples"],
+)
+def test_what_cannot_be_deployed_is_told_in_one_process(argument: dict[str, Any], text: str) -> None:
+    """Before anything is timed."""
+    given = {"batch": torch.randn(4, 4), "mesh": 2, "loss_fn": torch.sum, "link": Link(1e-5, 1e10), **argument}
+    with pytest.raises(DeploymentError, match=text):
+        apollo_compile.deploy(nn.Sequential(nn.Linear(4, 4)), **given)
 
 
 class Stack(nn.Module):

@@ -92,13 +92,15 @@ def deploy(
         seconds: time of the search.
 
     Raises:
-        DeploymentError: there are no modules to place, or they share parameters, or there is no link for a simulation.
+        DeploymentError: there are no modules, samples or loss, modules share parameters, or a simulation has no link.
         InfeasiblePlanError: no plan keeps the memory; the message has the least that is enough.
     """
     group = None if isinstance(mesh, int) else group_of(mesh)
     size = mesh if isinstance(mesh, int) else dist.get_world_size(group)
-    if isinstance(mesh, int) and link is None:
-        raise DeploymentError("a simulation on a number of devices needs a link: pass link=Link(latency, bandwidth)")
+    if isinstance(mesh, int) and (mesh < 1 or link is None):
+        raise DeploymentError(f"a simulation needs a device or more, got {mesh}, and a link=Link(...), got {link}")
+    if not callable(loss_fn):
+        raise DeploymentError(f"loss_fn is {loss_fn!r:.40}: expected a function from the model's output to the loss")
     with _unchanged(model):
         trace = trace_step(model, batch, loss_fn, _names_of(model, modules))
         device = trace.device
@@ -152,10 +154,7 @@ def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
         owners[parameter][next((name for name in _parents_of(path) if name in names), REST)] = None
     shared = [list(each) for each in owners.values() if len(each) > 1]
     if wrong := [each for each in shared if not set(given).isdisjoint(each)]:
-        raise DeploymentError(
-            f"{wrong[0][1]!r} and {wrong[0][0]!r} share a parameter, which only one of them can have: leave them out "
-            "of modules"
-        )
+        raise DeploymentError(f"{wrong[0][1]!r} and {wrong[0][0]!r} share a parameter: leave both out of modules")
     return [name for name in names if not any(name in each for each in shared)]
 
 
@@ -196,7 +195,7 @@ class CallTrace:
 
 def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tensor], names: Sequence[str]) -> CallTrace:
     """Run the forward and the loss once, and record the calls of modules."""
-    tensors = [each for each in leaves_of(batch, torch.Tensor) if each.dim()]
+    tensors = [each for each in leaves_of(batch, torch.Tensor) if each.dim() and len(each)]
     if not tensors:
         raise DeploymentError("the batch has no tensor with samples")
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
