@@ -135,8 +135,8 @@ class Estimate:
     """Sources of numbers, by device."""
 
 
-TimesOf = Callable[[int], ModelTimes]
-"""Times of a model by the samples of a micro-batch."""
+TimesOf = Callable[[int], ModelTimes | None]
+"""Times of a model by the samples of a micro-batch; None where it cannot have so many."""
 
 
 def cells_of(times_of: TimesOf, device: Device, count: int, batch: int, max_tensor: int | None = None) -> list[Cell]:
@@ -152,7 +152,7 @@ def cells_of(times_of: TimesOf, device: Device, count: int, batch: int, max_tens
             for data in _divisors(count // stages)
             if (tensor := count // stages // data) <= max_tensor and batch % data == 0
             for microbatches in _microbatches(batch // data, stages)
-            if stages <= len((times := times_of(batch // data // microbatches)).layers)
+            if (times := times_of(batch // data // microbatches)) and stages <= len(times.layers)
         ]
         if ways:
             found.append(min(ways, key=lambda cell: (not cell.fits, cell.step_s)))

@@ -109,6 +109,8 @@ def estimate(
             cells += found
             if not found:
                 progress(f"nothing divides {batch} samples, and the layers of the model, over {count} of {name}")
+    if not cells and model.error is not None:
+        raise model.error
     return Estimate(name=target.name, batch=batch, cells=tuple(cells), sources=sources)
 
 
@@ -142,9 +144,7 @@ def _batch_of(target: ModelCall) -> int:
     inputs = leaves_of((target.args, target.kwargs), torch.Tensor)
     sizes: Counter[int] = Counter(each.shape[0] for each in inputs if each.dim())
     if not sizes:
-        raise TargetError(
-            f"{target.name} has no input with a batch dimension: expected a tensor of one or more dimensions"
-        )
+        raise TargetError(f"{target.name} has no input with a batch dimension: expected a tensor with dimensions")
     return sizes.most_common(1)[0][0]
 
 

@@ -53,14 +53,24 @@ class TracedModel:
         self._config = config
         self._progress = progress
         self._graphs: dict[int, list[SegmentGraph]] = {}
+        self.error: TargetError | None = None  # of a part of the batch
 
-    def times(self, profile: DeviceProfile, is_crowded: bool, samples: int) -> ModelTimes:
-        """Return the times of a micro-batch; `is_crowded` means that equal ranks share the memory of the machine.
+    def times(self, profile: DeviceProfile, is_crowded: bool, samples: int) -> ModelTimes | None:
+        """Return the times of a micro-batch, None if it cannot run; equal ranks share memory if `is_crowded`.
 
         Raises:
-            TargetError: no graph of the model can be planned.
+            TargetError: the whole batch cannot run, or none of its graphs can be planned.
         """
-        graphs = self._trace(samples)
+        if samples not in self._graphs:
+            try:
+                self._graphs[samples] = self._trace(samples)
+            except TargetError as error:
+                if samples == self._batch:
+                    raise
+                self._graphs[samples], self.error = [], error
+                self._progress(f"no device gets {samples} of {self._batch} samples: {error}")
+        if not (graphs := self._graphs[samples]):
+            return None
         pieces = [piece for graph in graphs for piece in _pieces(graph, profile, is_crowded)]
         total_s = sum(piece.seconds for piece in pieces)
         return ModelTimes(
@@ -92,26 +102,22 @@ class TracedModel:
         return serial_ns / planned_ns
 
     def _trace(self, samples: int) -> list[SegmentGraph]:
-        if samples not in self._graphs:
-            self._progress(f"tracing with {samples} of {self._batch} samples")
-            target = self._target
-            call = with_batch((target.args, dict(target.kwargs)), samples)
-            with errors_of_the_model(target, lambda: target.loss(target.model(*call[0], **call[1]))):
-                dry_run = trace(
-                    target.model,
-                    call,
-                    self._config,
-                    select_profile(self._config),
-                    uses=lambda copied: lambda *args, **kwargs: target.loss(copied(*args, **kwargs)),
-                )
-            graphs = [compilation.partition.graph for compilation, _ in dry_run.planned]
-            if not graphs:
-                reasons = "; ".join(dict.fromkeys(reason for _, reason in dry_run.fallbacks))
-                raise TargetError(
-                    f"cannot estimate {target.name}, because none of its graphs can be planned: {reasons}"
-                )
-            self._graphs[samples] = graphs
-        return self._graphs[samples]
+        self._progress(f"tracing with {samples} of {self._batch} samples")
+        target = self._target
+        call = with_batch((target.args, dict(target.kwargs)), samples)
+        with errors_of_the_model(target, lambda: target.loss(target.model(*call[0], **call[1]))):
+            dry_run = trace(
+                target.model,
+                call,
+                self._config,
+                select_profile(self._config),
+                uses=lambda copied: lambda *args, **kwargs: target.loss(copied(*args, **kwargs)),
+            )
+        graphs = [compilation.partition.graph for compilation, _ in dry_run.planned]
+        if not graphs:
+            reasons = "; ".join(dict.fromkeys(reason for _, reason in dry_run.fallbacks))
+            raise TargetError(f"cannot estimate {target.name}, because none of its graphs can be planned: {reasons}")
+        return graphs
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,19 +124,20 @@ def test_a_number_of_devices_that_nothing_divides_is_told(tmp_path: Path, apollo
     assert ran.code == 0 and "nothing divides 64 samples, and the layers of the model, over 5 of h100" in ran.err
 
 
-def test_an_error_of_the_model_begins_with_its_own_line(tmp_path: Path, apollo: Apollo) -> None:
-    """The part of the batch of each device may fail: it has one sample, which BatchNorm does not take."""
+def test_a_part_of_the_batch_that_the_model_cannot_run_has_no_row(tmp_path: Path, apollo: Apollo) -> None:
+    """A device of two has one sample, which BatchNorm does not take; without any row, its line in the model is told."""
     file = tmp_path / "norm.py"
     file.write_text(
         "import torch\n\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.norm = torch.nn.BatchNorm1d(8)\n    def forward(self, x):\n        return self.norm(x)\n\n"
         "def build():\n    return Model(), torch.randn(2, 8)\n"
     )
-    ran = apollo("estimate", f"{file}:build", "--devices", "h100:1,2")
-    assert ran.code == 1 and "Traceback" not in ran.err
-    assert (
-        f"failed: {file}:8 in forward: ValueError: Expected more than 1 value per channel" in ran.err.splitlines()[-1]
-    )
+    failed = f"failed: {file}:8 in forward: ValueError: Expected more than 1 value per channel"
+    ran = apollo("estimate", f"{file}:build", "--devices", "h100:1,2", "--max-tensor", "1", "--json")
+    assert [cell["devices"] for cell in json.loads(ran.out)["cells"]] == [1] and ran.code == 0
+    assert ran.err.count("no device gets 1 of 2 samples: ") == ran.err.count(failed) == 1
+    ran = apollo("estimate", f"{file}:build", "--devices", "h100:2", "--max-tensor", "1")
+    assert ran.code == 1 and "Traceback" not in ran.err and failed in ran.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
