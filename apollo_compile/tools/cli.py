@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -427,6 +428,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     cache = load_config().device.cache
     assert cache is not None, "load_config fills it in"
     path = cached_profile_path(cache, units) if args.output is None else args.output
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()  # an error of its folder now, instead of after measuring
     fingerprint = machine_fingerprint(units)
     begin = time.perf_counter()
     with _Progress() as progress:

@@ -108,18 +108,21 @@ def test_a_disturbed_calibration_is_not_kept(
     measure(0.75)
     ran = apollo("calibrate", "--units", 2)
     assert ran.code == 1 and "75%" in ran.err and "not kept" in ran.err
-    assert not cache.exists()
+    assert not cached_profile_path(cache, 2).exists()
     assert apollo("calibrate", "--units", 2, "--output", tmp_path / "p.json").code == 1
     assert load_profile(tmp_path / "p.json") == default_profile(2)
 
 
 @pytest.mark.usefixtures("cache", "measure")
 def test_what_cannot_be_done_is_one_line(tmp_path: Path, apollo: Apollo) -> None:
-    """No traceback: too many units, and a file where none can be written."""
+    """No traceback: too many units, and a file where none can be written, which is told before anything is measured."""
     assert apollo("calibrate", "--units", 9) == (1, "", "apollo calibrate: cannot calibrate 9 units\n")
     (tmp_path / "file").write_text("")
     ran = apollo("calibrate", "--units", 2, "--output", tmp_path / "file" / "p.json")
     assert ran.code == 2 and ran.err.splitlines()[-1].startswith("apollo calibrate: ")
+    assert apollo("calibrate", "--units", 2, "--output", "/proc/folder/p.json").err.startswith(
+        "apollo calibrate: /proc"
+    )
 
 
 @pytest.mark.parametrize(
