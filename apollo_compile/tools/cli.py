@@ -376,7 +376,7 @@ def _bench(args: argparse.Namespace) -> int:
     from apollo_compile.tools.bench.render import format_measurement
     from apollo_compile.tools.bench.task import KEPT_MEMORY, VARIANTS, MeasuredTask
     from apollo_compile.tools.bench.turns import measure
-    from apollo_compile.tools.targets import load_target
+    from apollo_compile.tools.targets import load_target, tensors_of
 
     known = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY)}
     names = [variant.name for variant in VARIANTS] if args.variants is None else args.variants.split(",")
@@ -395,8 +395,11 @@ def _bench(args: argparse.Namespace) -> int:
         dtype=args.dtype,
     )
     with _Progress() as progress:
-        inputs = load_target(args.target, dict(args.set)).inputs  # a wrong target fails before any process starts
-        progress.tell(f"inputs: {', '.join(inputs)}")
+        target = load_target(args.target, dict(args.set))  # a wrong target fails before any process starts
+        values = (dict(target.inputs), *getattr(target.model, "parameters", tuple)())
+        progress.tell(f"inputs: {', '.join(target.inputs)}")
+        if not args.inference and not any(each.requires_grad for each in tensors_of(values)):
+            raise CallError(f"{args.target} has no parameter that requires gradients; measure it with --inference")
         measurement = measure(
             task,
             variants,

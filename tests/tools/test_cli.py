@@ -246,16 +246,22 @@ def test_an_error_of_the_model_begins_with_its_own_line(
 
 
 def test_inputs_and_losses_that_do_not_fit_are_one_line(tmp_path: Path, apollo: Apollo) -> None:
-    """A model that takes other inputs, and one that has nothing to train."""
+    """A model that takes other inputs, and those that have nothing to train; a function can be measured without."""
     file = tmp_path / "odd.py"
     file.write_text(
         "import torch\n\ndef few():\n    return torch.nn.Bilinear(3, 3, 3), torch.ones(2, 3)\n\n"
-        "def frozen():\n    return torch.nn.Linear(3, 3).requires_grad_(False), torch.ones(2, 3)\n"
+        "def frozen():\n    return torch.nn.Linear(3, 3).requires_grad_(False), torch.ones(2, 3)\n\n"
+        "def function():\n    return lambda x: x.exp(), torch.ones(2, 3)\n"
     )
     ran = apollo("bench", f"{file}:few")
     assert ran.code == 1 and "few returns inputs for another signature" in ran.err
     ran = apollo("report", f"{file}:frozen", "--steps", 1, "--option", "runtime.bodies=eager")
     assert ran.code == 1 and "frozen failed: " in ran.err and "does not require grad" in ran.err.splitlines()[-1]
+    for name in ("frozen", "function"):
+        ran = apollo("bench", f"{file}:{name}")
+        assert ran.code == 2 and f"{name} has no parameter that requires gradients; " in ran.err.splitlines()[-1]
+    rounds = ("--rounds", 1, "--steps-per-turn", 1, "--warm-cache")
+    assert apollo("bench", f"{file}:function", "--inference", "--variants", "eager", *rounds).code == 0
 
 
 @pytest.mark.parametrize("command", ["explain", "bench", "report"])

@@ -79,7 +79,8 @@ class Stepper:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)  # so that all variants have the same weights and inputs
         self.built = getattr(importlib.import_module(module), function)(**task["arguments"])
-        self._device = next((parameter.device.type for parameter in self.built.model.parameters()), "cpu")
+        self._named = getattr(self.built.model, "named_parameters", tuple)  # a function has none
+        self._device = next((parameter.device.type for _, parameter in self._named()), "cpu")
         self._is_training = task["mode"] == "train"
         self._is_reduced = task["dtype"] == "bfloat16"
         self._digest = Path(order["digest"])
@@ -112,8 +113,7 @@ class Stepper:
 
     def keep_first(self, loss: Any) -> None:
         """Save loss and gradients of the first step."""
-        parameters = self.built.model.named_parameters()
-        gradients = {name: p.grad.float().numpy() for name, p in parameters if p.grad is not None}
+        gradients = {name: p.grad.float().numpy() for name, p in self._named() if p.grad is not None}
         self._numbers = self.save_numbers(loss, gradients)
 
     def save_numbers(self, loss: Any, values: Mapping[str, npt.NDArray[np.float32]]) -> Numbers:
@@ -176,5 +176,5 @@ class Stepper:
 
     def clear(self) -> None:
         """Drop the gradients of a step, untimed."""
-        for parameter in self.built.model.parameters():
+        for _, parameter in self._named():
             parameter.grad = None
