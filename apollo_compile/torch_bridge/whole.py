@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from ctypes import c_ulong, py_object, pythonapi
 from typing import Any, TypeVar
 
 import torch
@@ -90,23 +92,24 @@ def compile_apart(graph_module: fx.GraphModule, work: Callable[[], _Result]) -> 
     Raises:
         BaseException: whatever `work` raises.
     """
-    made: list[_Result] = []
-    failed: list[BaseException] = []
+    made: Future[_Result] = Future()
 
     def run() -> None:
         try:
             with tracing(TracingContext(detect_fake_mode(_inputs_of(graph_module)))):
-                made.append(work())
+                made.set_result(work())
         except BaseException as error:  # raised again on the caller's thread
-            failed.append(error)
+            made.set_exception(error)
 
     context = contextvars.copy_context()  # the settings of other parts of torch, as the user has them
     thread = threading.Thread(target=lambda: context.run(run), name="apollo-compile")
     thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    try:
+        return made.result()
+    finally:
+        if not made.done():  # an interrupt: the next compile must not begin beside this one
+            pythonapi.PyThreadState_SetAsyncExc(c_ulong(thread.ident or 0), py_object(KeyboardInterrupt))
+            made.exception()
 
 
 def _inputs_of(graph_module: fx.GraphModule) -> list[Any]:

@@ -1,0 +1,36 @@
+"""Graphs that are compiled on a thread of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from torch import fx
+
+from apollo_compile.torch_bridge.whole import compile_apart
+
+
+def test_an_interrupt_ends_a_compile_on_its_own_thread_too() -> None:
+    """What the next call compiles must not run beside it: much of torch's state while it compiles is the process's."""
+    began, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        try:
+            for _ in range(3000):
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    def interrupt() -> None:
+        began.wait()
+        time.sleep(0.3)  # until the caller waits
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        compile_apart(fx.GraphModule({}, fx.Graph()), work)
+    assert ended.is_set()
