@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._functorch.config as functorch_config
@@ -82,20 +83,12 @@ def as_piece() -> Iterator[None]:
     """Hide state of the whole graph (Note [pieces of a graph]), and generate code of our own; under `compile_lock`."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
-    strides = context.output_strides if context is not None else None
-    donated = metadata.bw_donated_idxs if metadata is not None else None
-    try:
-        if context is not None:
-            context.output_strides = None
-        if metadata is not None:
-            metadata.bw_donated_idxs = None
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((context, "output_strides"), (metadata, "bw_donated_idxs")):
+            if owner is not None:
+                stack.enter_context(patch.object(owner, name, None))
         with own_code_generator(), functorch_config.patch(bundled_autograd_cache=False):
             yield
-    finally:
-        if context is not None:
-            context.output_strides = strides
-        if metadata is not None:
-            metadata.bw_donated_idxs = donated
 
 
 @contextlib.contextmanager

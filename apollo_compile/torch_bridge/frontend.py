@@ -25,6 +25,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from apollo_compile.target.target import Run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache, CachedGraph, unbundled_by
+from apollo_compile.torch_bridge.attention_seeds import stateless_attention
 from apollo_compile.torch_bridge.joint_passes import JointPasses
 from apollo_compile.torch_bridge.traced_backward import remember_modules
 from apollo_compile.torch_bridge.upstream_bugs.dropped_writes import keep_writes
@@ -102,9 +103,8 @@ def compile_with_inductor(
         if cache is not None:
             stack.enter_context(torch.compiler.config.patch(cache_key_tag=f"{tag} {cache.key}"))  # type: ignore[attr-defined]
             stack.enter_context(unbundled_by(cache))
-        stack.enter_context(keep_writes(graph_module))
-        stack.enter_context(train_lstms())
-        compiled = compile_fx(graph_module, list(example_inputs), inner_compile=compile_behind_passes)
+        with keep_writes(graph_module), train_lstms(), stateless_attention():
+            compiled = compile_fx(graph_module, list(example_inputs), inner_compile=compile_behind_passes)
     for graph in graphs:
         graph.bundle = None
     return compiled  # type: ignore[return-value]

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._functorch.config as functorch_config
@@ -98,13 +99,9 @@ _current: contextvars.ContextVar[TracedOnce | None] = contextvars.ContextVar("ap
 def _replaced_tracers() -> Iterator[None]:
     """Replace the tracers of AOTAutograd; where this torch has none of these names, nothing."""
     usual = {name: getattr(graph_compile, name) for name in _TRACERS if hasattr(graph_compile, name)}
-    for name, trace in usual.items():
-        setattr(graph_compile, name, _make_tracer(name, trace))
-    try:
+    ours: dict[str, Any] = {name: _make_tracer(name, trace) for name, trace in usual.items()}
+    with patch.multiple(graph_compile, **ours) if ours else contextlib.nullcontext():
         yield
-    finally:
-        for name, trace in usual.items():
-            setattr(graph_compile, name, trace)
 
 
 def _make_tracer(name: str, trace: Callable[..., Any]) -> Callable[..., Any]:

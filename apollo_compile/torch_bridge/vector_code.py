@@ -19,6 +19,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._inductor.codegen import cpp
@@ -104,8 +105,7 @@ def vectors_at_once() -> Iterator[None]:
     if not _is_known():
         yield
         return
-    usual = {key: vars(key[0])[key[1]] for key in VECTORS}
-    load, store = (usual[key] for key in VECTORS if key[0] is cpp.CppVecKernel)
+    load, store = (vars(owner)[name] for owner, name in VECTORS if owner is cpp.CppVecKernel)
 
     def load_line(kernel: Any, var: Any, index: Any, dtype: torch.dtype, load_mask: Any = None) -> Any:
         if dtype is not torch.bool:
@@ -120,13 +120,10 @@ def vectors_at_once() -> Iterator[None]:
         code.splice(_STORE.format(mask=value, **_words_for(kernel, var, index)))
         return code
 
-    for (owner, name), own in zip(VECTORS, (staticmethod(_rand), load_line, store_line), strict=True):
-        setattr(owner, name, own)
-    try:
+    with contextlib.ExitStack() as stack:
+        for (owner, name), own in zip(VECTORS, (staticmethod(_rand), load_line, store_line), strict=True):
+            stack.enter_context(patch.object(owner, name, own))
         yield
-    finally:
-        for (owner, name), method in usual.items():
-            setattr(owner, name, method)
 
 
 def _words_for(kernel: Any, var: Any, index: Any) -> dict[str, Any]:

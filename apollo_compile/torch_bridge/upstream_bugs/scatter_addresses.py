@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch._inductor.config as inductor_config
 from torch import fx
@@ -58,8 +59,5 @@ def fixed_scatters() -> Iterator[None]:
             return vectors.store(kernel, name, index, value, mode)
         return wrong(kernel, name, index, value, mode)
 
-    tiles.store = store
-    try:
+    with patch.object(tiles, "store", store):
         yield
-    finally:
-        tiles.store = wrong

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._decomp import decompositions
@@ -32,8 +33,5 @@ def train_lstms() -> Iterator[None]:
         is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         return own.one_layer_lstm if is_trained else select(given, hidden, weights)
 
-    own.select_one_layer_lstm_function = select_layer
-    try:
+    with patch.object(own, "select_one_layer_lstm_function", select_layer):
         yield
-    finally:
-        own.select_one_layer_lstm_function = select
