@@ -404,8 +404,10 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
             return NodeKind.PROJECTION if is_computed else NodeKind.CHEAP
         return NodeKind.COMPUTE
     if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
-        found = type(fx_node.meta.get("val")).__name__
-        raise UnsupportedGraphError(f"node {fx_node.name} ({name_of(fx_node.target)}) computes a {found}, not a tensor")
+        does = f"computes a {type(fx_node.meta.get('val')).__name__}, not a tensor"
+        if str(target).endswith("_rng_state"):
+            does = "keeps eager's random numbers for a checkpoint, which segments cannot; use Inductor's, as by default"
+        raise UnsupportedGraphError(f"node {fx_node.name} ({name_of(target)}) {does}")
     _check_value(fx_node, device)
     return NodeKind.COMPUTE
 
