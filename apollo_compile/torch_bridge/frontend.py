@@ -19,7 +19,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, exceptions_allowed_to_be_fallback
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx
 
@@ -142,8 +142,8 @@ def compile_plainly(
 
 
 def is_for_dynamo(error: Exception) -> bool:
-    """Whether an error tells Dynamo what to do, such as to trace again."""
-    return isinstance(error, TorchDynamoException)
+    """Whether an error tells Dynamo what to do, such as to trace again or to break the graph."""
+    return isinstance(error, (TorchDynamoException, *exceptions_allowed_to_be_fallback))
 
 
 def keep_with(compiled: Callable[..., Any], value: object) -> None:

@@ -250,6 +250,25 @@ def test_a_defect_of_ours_is_no_end_of_training(
         torch.compile(model, backend="apollo", options=USUAL)(x)
 
 
+def test_where_dynamo_breaks_a_graph_for_its_backward_nothing_warns_of_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The shape of the gradient of what is written at a mask depends on data; Dynamo leaves the write to eager."""
+
+    def weigh(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        masked = x * 2
+        masked[x[:, 0] > 0] = token
+        return masked.cos().sum()
+
+    token = torch.ones(4, requires_grad=True)
+    x = torch.tensor([[1.0], [-1.0], [2.0]]).expand(3, 4)
+    (expected,) = torch.autograd.grad(weigh(x, token), token)
+    compiled = torch.compile(weigh, backend="apollo", options={"runtime.bodies": "eager", "plan.remember": False})
+    (found,) = torch.autograd.grad(compiled(x, token), token)
+    torch.testing.assert_close(found, expected)
+    assert not [record for record in caplog.records if record.name.startswith("apollo_compile")]
+
+
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_a_graph_that_saves_values_of_a_size_that_is_read_from_a_tensor_falls_back_for_that_reason(
     info_log: pytest.LogCaptureFixture,
