@@ -90,7 +90,7 @@ def extract_boundary(
         if values[position].node.expr.is_Symbol and values[position].node.has_hint():
             positions.setdefault(values[position].node.expr, position)
     outputs = list(enumerate(outputs_of(graph_module)))
-    sizes = [(place, node.meta["val"]) for place, node in outputs if _is_number(node)]
+    sizes = [(place, number) for place, output in outputs if (number := _number_of(output)) is not None]
     piece = clone_graph(graph_module)
     copies = piece.graph.find_nodes(op="placeholder")
     output_node = piece.graph.output_node()
@@ -109,16 +109,15 @@ def extract_boundary(
         traced=tuple(values[position].node.hint for position in positions.values()),
         computed=tuple((place, _compute(size, positions, values)) for place, size in sizes),
     )
-    gone = boundary.objects
-    kept = [position for position in range(len(placeholders)) if position not in gone]
-    static = [kept.index(position) for position in kwargs.get("static_input_idxs") or () if position not in gone]
+    kept = [position for position in range(len(placeholders)) if position not in boundary.objects]
+    static = [kept.index(position) for position in kwargs.get("static_input_idxs") or () if position in kept]
     inputs = [example_inputs[position] for position in kept]
     return piece, inputs, {**kwargs, "static_input_idxs": static}, boundary
 
 
-def _is_number(node: Any) -> bool:
-    symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), symbolic)
+def _number_of(output: Any) -> Any:
+    value = output.meta.get("val") if isinstance(output, fx.Node) else output
+    return value if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool) else None
 
 
 def _compute(number: Any, positions: Mapping[Any, int], values: Sequence[Any]) -> Callable[..., Any]:
@@ -132,6 +131,8 @@ def _compute(number: Any, positions: Mapping[Any, int], values: Sequence[Any]) -
     Raises:
         UnsupportedGraphError: the number depends on something else, or on a function that has no form in Python.
     """
+    if isinstance(number, int | float):  # it was found to be the same in all calls
+        return lambda *_: number
     expr = number.node.expr
     unknown = expr.free_symbols - positions.keys()
     if unknown:

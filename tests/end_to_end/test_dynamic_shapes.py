@@ -172,6 +172,26 @@ def test_sizes_go_through_graph_breaks(name: str) -> None:
         assert [model.fallbacks for model in made] == [[]] * len(made)
 
 
+def test_a_size_that_turns_out_to_be_fixed_is_a_number_that_the_graph_returns() -> None:
+    """The code asks for it after it has computed with it; the other size changes."""
+    model = nn.Linear(4, 4)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        fixed, changing = x.shape[0] + 1, x.shape[0] + y.shape[0]
+        product = model(x).sin() @ model(y).cos().T
+        return product * 2 if x.shape[0] == 2 else product, fixed, changing
+
+    run = torch.compile(function, backend="apollo", dynamic=True, options=EAGER_BODIES)
+    for rows in (5, 7):
+        x, y = torch.randn(2, 4), torch.randn(rows, 4)
+        found, expected = run(x, y), function(x, y)
+        torch.testing.assert_close(found, expected)
+        slopes = [torch.autograd.grad(outputs[0].sum(), model.weight) for outputs in (found, expected)]
+        torch.testing.assert_close(*slopes)
+    (entry,) = registry.find_models(model)
+    assert [len(entry.graphs), entry.fallbacks] == [2, []]
+
+
 @pytest.mark.parametrize("option", ["plan.memory_quota", "plan.planner", "deterministic"])
 def test_who_asks_for_one_plan_gets_one(option: str, request: pytest.FixtureRequest) -> None:
     """A quota is for known sizes; a serial plan and the same numbers every time leave nothing to choose."""
