@@ -29,6 +29,7 @@ from apollo_compile.torch_bridge.attention_seeds import stateless_attention
 from apollo_compile.torch_bridge.joint_passes import JointPasses
 from apollo_compile.torch_bridge.traced_backward import remember_modules
 from apollo_compile.torch_bridge.upstream_bugs.dropped_writes import keep_writes
+from apollo_compile.torch_bridge.upstream_bugs.freed_sizes import forget_sizes
 from apollo_compile.torch_bridge.upstream_bugs.skipped_guards import check_parameters
 from apollo_compile.torch_bridge.upstream_bugs.untrained_lstms import train_lstms
 
@@ -103,7 +104,7 @@ def compile_with_inductor(
         if cache is not None:
             stack.enter_context(torch.compiler.config.patch(cache_key_tag=f"{tag} {cache.key}"))  # type: ignore[attr-defined]
             stack.enter_context(unbundled_by(cache))
-        with keep_writes(graph_module), train_lstms(), stateless_attention():
+        with keep_writes(graph_module), train_lstms(), stateless_attention(), forget_sizes():
             compiled = compile_fx(graph_module, list(example_inputs), inner_compile=compile_behind_passes)
     for graph in graphs:
         graph.bundle = None
@@ -135,7 +136,7 @@ def compile_plainly(
     """
     patches = {"force_non_lazy_backward_lowering": True} if backward_at_once else {}
     check_parameters()
-    with functorch_config.patch(patches), keep_writes(graph_module), train_lstms():
+    with functorch_config.patch(patches), keep_writes(graph_module), train_lstms(), forget_sizes():
         return compile_fx(  # type: ignore[return-value]
             graph_module, list(example_inputs), config_patches=dict(settings)
         )

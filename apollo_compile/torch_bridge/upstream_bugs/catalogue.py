@@ -44,6 +44,13 @@ UPSTREAM_BUGS = (
         test="test_torch_writes_to_all_elements_that_share_memory",
     ),
     UpstreamBug(
+        file="freed_sizes.py",
+        defect="saves the arguments of `_unsafe_view` from memory that was freed",
+        report="https://github.com/pytorch/pytorch/issues/185630",  # pull requests 184774 and 185861 fix it
+        seen_in=("2.13",),
+        test="test_torch_saves_sizes_that_were_freed",
+    ),
+    UpstreamBug(
         file="fused_updates.py",
         defect="skips full vectors of a parameter of lower precision in the fused update of SGD",
         report="https://github.com/pytorch/pytorch/issues/191763",
