@@ -17,18 +17,13 @@ from typing import Any
 import torch
 
 from apollo_compile.config import load_config
-from apollo_compile.device.gpu.check.examine import (
-    lane_of_atoms,
-)
+from apollo_compile.device.gpu.check.examine import lane_of_atoms
 from apollo_compile.device.gpu.check.self_check import check_gpu
 from apollo_compile.device.gpu.run.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.run.launch import Launcher, forked
 from apollo_compile.target.check_result import Level
 from apollo_compile.units import format_bytes, format_ns
-from benchmarks.gpu_step_checks import (
-    sizes_and_numbers_may_change,
-    steps_are_those_of_the_loop,
-)
+from benchmarks.gpu_step_checks import sizes_and_numbers_may_change, steps_are_those_of_the_loop
 from benchmarks.gpu_training_checks import (
     backwards_have_the_masks_of_their_forwards,
     lanes_account_for_their_memory,
@@ -195,11 +190,7 @@ def failures_and_recaptures_leave_no_trace(gpu: TorchGpu) -> Outcome:
         sizes.append(torch.cuda.memory_reserved(gpu.device))
     grown = sizes[-1] - sizes[4]
     done = subprocess.run(
-        [sys.executable, "-c", _ENDS_WITH_LANES],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LONGEST_PROCESS_S,
+        [sys.executable, "-c", _ENDS_WITH_LANES], capture_output=True, text=True, check=False, timeout=LONGEST_PROCESS_S
     )
     is_met = grown <= 2**21 and done.returncode == 0
     ended = "ends well" if done.returncode == 0 else f"returns {done.returncode}"
@@ -300,19 +291,13 @@ UNTIMED_CHECKS: Mapping[str, Check] = {
 }
 """What computes and compares, whatever else goes on. Most compile models; those that share one follow each other."""
 
-TIMED_CHECKS: Mapping[str, Check] = {
-    "T1 T6 products": products_scale_with_their_quota,
-    "T12 clocks": markers_agree,
-}
+TIMED_CHECKS: Mapping[str, Check] = {"T1 T6 products": products_scale_with_their_quota, "T12 clocks": markers_agree}
 """What times kernels, and is worth its time if some is left."""
 
 CHECKS: Mapping[str, Check] = {**QUICK_CHECKS, **UNTIMED_CHECKS, **TIMED_CHECKS}
 """All of them, by name; each group in the order in which its checks are worth their time."""
 
-THOROUGH_CHECKS: Mapping[str, Check] = {
-    **CHECKS,
-    "T4 races in all workloads": replays_of_all_workloads_do_not_race,
-}
+THOROUGH_CHECKS: Mapping[str, Check] = {**CHECKS, "T4 races in all workloads": replays_of_all_workloads_do_not_race}
 """The same, with a thousand replays of every workload."""
 
 

@@ -23,12 +23,7 @@ from benchmarks.gpu_training_checks import without_tf32
 from benchmarks.harness.gpu_lanes import Outcome
 from benchmarks.workloads.gpu import build_gpu_workload
 
-STEP_OPTIONS = {
-    "debug.strict": True,
-    "plan.autotune": False,
-    "plan.min_gain": 0.0,
-    "plan.planner": "greedy",
-}
+STEP_OPTIONS = {"debug.strict": True, "plan.autotune": False, "plan.min_gain": 0.0, "plan.planner": "greedy"}
 """Run the program as soon as there is one, whatever is faster, and raise what would be hidden otherwise."""
 
 STEPS = 24

@@ -89,8 +89,7 @@ def first_successor_streams(problem: Problem) -> TaskSchedule:
             is_claimed[unclaimed] = True
             streams.append(streams[unclaimed])
     return _on_equal_splits(
-        problem,
-        lambda split: _replay(simulator, range(len(streams)), _lanes_of_streams(simulator, streams, split)),
+        problem, lambda split: _replay(simulator, range(len(streams)), _lanes_of_streams(simulator, streams, split))
     )
 
 

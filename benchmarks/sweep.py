@@ -92,10 +92,7 @@ BODIES = ("native", "eager")
 RIVALS = {"native": ("inductor",), "eager": ("aot_eager_decomp_partition", "inductor")}
 """Backends of torch that are asked where apollo differs; the longer name runs Inductor's decompositions uncompiled."""
 
-PUBLIC = {
-    "Multimodal": ("clip", "flava", "clap", "llava", "whisper", "two_tower"),
-    "Vision": ("vit_control",),
-}
+PUBLIC = {"Multimodal": ("clip", "flava", "clap", "llava", "whisper", "two_tower"), "Vision": ("vit_control",)}
 """Workloads of `workloads/specs.py` by family."""
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {

@@ -63,12 +63,7 @@ class Checks:
         self._left = {group: list(own) for group, own in names.items()}
 
     def run(
-        self,
-        groups: Sequence[str],
-        report: Report,
-        until: float,
-        *,
-        is_wanted: Callable[[], bool] = lambda: True,
+        self, groups: Sequence[str], report: Report, until: float, *, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
         """Add results to the report; a check that fails, dies or hangs has failed, and others go on.
 

@@ -177,10 +177,7 @@ class Suite:
             if self._may_check_beside(workload):
                 own_end = self._checks_until
                 self.checks.run(
-                    (UNTIMED,),
-                    report,
-                    max(end, own_end),
-                    is_wanted=lambda: self._clock() < own_end or is_waiting(),
+                    (UNTIMED,), report, max(end, own_end), is_wanted=lambda: self._clock() < own_end or is_waiting()
                 )
 
         scale = self._args.budget / BUDGET_S

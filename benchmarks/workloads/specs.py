@@ -314,11 +314,7 @@ SPECS: dict[str, Spec] = {
         small=_two_tower(4, (256, 1024, 4, 4), (50, 32)),
     ),
     # An encoder of images that feeds a language model: inside one micro-batch nothing overlaps.
-    "chain": _spec(
-        "Chain",
-        tiny=_chain(4, 32, (1, 1), 2, 9, 8, 50),
-        small=_chain(4, 192, (3, 4), 4, 64, 64, 1000),
-    ),
+    "chain": _spec("Chain", tiny=_chain(4, 32, (1, 1), 2, 9, 8, 50), small=_chain(4, 192, (3, 4), 4, 64, 64, 1000)),
     # One ResNet-18 for two cameras, then a transformer.
     "act": _spec(
         "Act",

@@ -99,13 +99,7 @@ CASES = [("towers", 1, None), ("towers", 2, NORM), ("chain", 1, NORM), ("chain",
 
 
 def compare(
-    rank: int,
-    *,
-    name: str,
-    count: int,
-    norm: float | None,
-    wrap: Callable[[nn.Module], nn.Module],
-    mesh: bool = False,
+    rank: int, *, name: str, count: int, norm: float | None, wrap: Callable[[nn.Module], nn.Module], mesh: bool = False
 ) -> Result:
     """Take steps with a wrapped model, or one and a mesh, and train its copy by the loop under the wrapper."""
     make, loss_fn, draw = MODELS[name]
