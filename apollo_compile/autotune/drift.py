@@ -24,7 +24,7 @@ class DriftWatch:
         self.restart(is_confirmed=False)
 
     def restart(self, *, is_confirmed: bool, least_ns: float = 0.0) -> None:
-        """Start over after a verdict of steps that take `least_ns`; double the patience if it confirmed the last."""
+        """Start over, twice as patient if the verdict is confirmed; `least_ns`: a step's time in an earlier process."""
         self._patience = 2 * self._patience if is_confirmed else 1
         self._least_ns = LOOK_EVERY * least_ns
         self._before_ns: int | None = None

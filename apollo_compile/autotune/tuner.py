@@ -235,14 +235,14 @@ class Tuner(Decision):
 
     def _settle_on(self, variant: Variant, *, is_confirmed: bool = False) -> None:
         self.current = self.winner = variant
-        self._drift.restart(is_confirmed=is_confirmed, least_ns=self.verdict.remembered_ns if self.verdict else 0.0)
+        known = None if self._rules.is_timed_by_turn else self.verdict  # the host may be ahead of a device
+        self._drift.restart(is_confirmed=is_confirmed, least_ns=0.0 if known is None else known.remembered_ns)
         self._num_to_skip = 0 if self.is_watched or self._candidates.late else math.inf
         self._remaining = ()
         self._note_remaining()
 
     def _note_remaining(self) -> None:
-        remaining = self.remaining
-        if remaining != self._remaining:
+        if (remaining := self.remaining) != self._remaining:
             self._remaining = remaining
             self._keep(remaining)
 

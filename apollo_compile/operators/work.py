@@ -119,9 +119,7 @@ def evaluate_formula(formula: Expr, hints: Mapping[sympy.Symbol, int]) -> int:
 
 def expression(size: int | torch.SymInt) -> Expr:
     """Return a size as a sympy expression."""
-    if isinstance(size, torch.SymInt):
-        return size.node.expr
-    return sympy.Integer(int(size))
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
 
 
 def name_of(target: object) -> str:

@@ -406,7 +406,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
         does = f"computes a {type(fx_node.meta.get('val')).__name__}, not a tensor"
         if str(target).endswith("_rng_state"):
-            does = "keeps eager's random numbers for a checkpoint, which segments cannot; use Inductor's, as by default"
+            does = "keeps the state of random numbers for a checkpoint, which segments cannot"
         raise UnsupportedGraphError(f"node {fx_node.name} ({name_of(target)}) {does}")
     _check_value(fx_node, device)
     return NodeKind.COMPUTE

@@ -200,9 +200,7 @@ class _Moves:
         kind = self.rng.random()
         if kind < WINDOW_MOVES and self.splits:
             return self._window(walk)
-        if kind < WINDOW_MOVES + RUN_MOVES:
-            return self._run(walk)
-        return self._single(walk)
+        return self._run(walk) if kind < WINDOW_MOVES + RUN_MOVES else self._single(walk)
 
     def _single(self, walk: _Walk) -> _Change | None:
         task = self.rng.randrange(len(self.num_modes))

@@ -36,6 +36,7 @@ from apollo_compile.torch_bridge.interpret import run_as_traced
 from apollo_compile.torch_bridge.layouts import adopt_layouts
 from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
 from apollo_compile.torch_bridge.tensor_lists import with_tensors_apart
+from apollo_compile.torch_bridge.trees import count_tensors, map_tensors
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,8 +55,10 @@ class DryRun:
     """Arguments of Dynamo's call of a graph, by its name: parameters and buffers are those of the private copy."""
     state: tuple[torch.Tensor, ...] = ()
     """Parameters and buffers of the private copy."""
+    num_returned: int = 0
+    """How many tensors the call returned."""
     returned: Any = None
-    """What the call returned."""
+    """What it returned, without graphs."""
 
     @property
     def planned(self) -> list[tuple[Compilation, str | None]]:
@@ -168,7 +171,9 @@ def trace(
     try:
         with same_random_states():
             run = compile_apart(uses(private.run), backend=compile_graph, dynamic=False, fullgraph=fullgraph)
-            dry_run.returned = run(*args, **kwargs)
+            returned = run(*args, **kwargs)
+        dry_run.num_returned = count_tensors(returned)
+        dry_run.returned = map_tensors(torch.Tensor.detach, returned)
     finally:
         used.clear()  # Dynamo keeps backends and graphs for ever; this frees the plans and the copy
     if not dry_run.graphs:

@@ -107,7 +107,7 @@ def estimate(
             own = replace(device, update_bytes_per_s=device.update_bytes_per_s / shares)
             found = cells_of(functools.partial(times_of, is_crowded), own, count, batch, max_tensor)
             cells += found
-            if not found:
+            if not found and model.error is None:
                 progress(f"nothing divides {batch} samples, and the layers of the model, over {count} of {name}")
     if not cells and model.error is not None:
         raise model.error

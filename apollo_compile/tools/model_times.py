@@ -67,7 +67,7 @@ class TracedModel:
             except TargetError as error:
                 if samples == self._batch:
                     raise
-                self._graphs[samples], self.error = [], error
+                self._graphs[samples], self.error = [], error.with_traceback(None)  # which holds tensors
                 self._progress(f"no device gets {samples} of {self._batch} samples: {error}")
         if not (graphs := self._graphs[samples]):
             return None

@@ -5,20 +5,16 @@ these are on the device, where replays write them; otherwise on the host. The ba
 by the same rule, unchecked: launched behind a forward that was replayed, as in the rehearsal of its capture, it reads
 an address of the device on the host, which ends the process; captured behind one that was launched, the reverse.
 So its calls are replaced by those of operators that bring the numbers to where they are read.
-On a CPU there are none: its kernel has no dropout, and a checkpoint that calls it again needs no state.
 Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu, Note [Seed and Offset Device].
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch._functorch import partitioners
 from torch.fx.node import map_arg
 
 from apollo_compile.torch_bridge.cuda_private import allowed_waits
@@ -80,21 +76,6 @@ def place_seeds(
         elif not is_capturing and seed.device.type != "cpu":
             placed[place] = to_host(seed)
     return placed
-
-
-@contextlib.contextmanager
-def stateless_attention() -> Iterator[None]:
-    """Let checkpoints call attention on a CPU again without the state of random numbers, which segments cannot save."""
-    save_states: Any = partitioners.functionalize_rng_ops
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-    def save_others(joint_module: fx.GraphModule, *args: Any) -> Any:
-        for node in joint_module.graph.find_nodes(op="call_function", target=attention):
-            node.meta.pop("recompute", None)  # what is computed again is decided by now
-        return save_states(joint_module, *args)
-
-    with patch.object(partitioners, "functionalize_rng_ops", save_others):
-        yield
 
 
 def _to_host(seed: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -37,8 +38,6 @@ _outside = itertools.count(1)
 def compile_apart(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Return `torch.compile(function, ...)` with cache entries of its own, so that no recompile limit is shared."""
     compile_function: Callable[..., Callable[..., Any]] = torch.compile
-    if callable(settings["backend"]):  # by its name Dynamo knows a backend after which no tensor is referred to
-        settings["backend"].__name__ = "apollo"
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         return compile_function(function, **settings, isolate_recompiles=True)
     if isinstance(function, FunctionType):  # entries belong to code, so it gets a copy of that
@@ -47,6 +46,11 @@ def compile_apart(function: Callable[..., Any], **settings: Any) -> Callable[...
         own.__kwdefaults__ = function.__kwdefaults__
         function = functools.update_wrapper(own, function)
     return compile_function(function, **settings)
+
+
+def swappable_tensors() -> AbstractContextManager[None]:
+    """Let Dynamo refer to no tensor of what it compiles in a `with`, as `torch.utils.swap_tensors` demands."""
+    return torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True)  # type: ignore[no-any-return]
 
 
 def name_dynamo_graph() -> str:

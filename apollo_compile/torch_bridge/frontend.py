@@ -25,7 +25,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from apollo_compile.target.target import Run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache, CachedGraph, unbundled_by
-from apollo_compile.torch_bridge.attention_seeds import stateless_attention
+from apollo_compile.torch_bridge.checkpointed_attention import stateless_attention
 from apollo_compile.torch_bridge.joint_passes import JointPasses
 from apollo_compile.torch_bridge.traced_backward import remember_modules
 from apollo_compile.torch_bridge.upstream_bugs.dropped_writes import keep_writes

@@ -10,6 +10,7 @@ has fewer parameters. Its class does the work, so numbers, `state_dict()`, sched
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -107,25 +108,23 @@ class OptimizerInParts:
         return None
 
     def step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update the parameters that the optimizer has, with these gradients; `.grad` is left as it was."""
-        members: dict[int, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            if (group := self._group_of.get(id(parameter))) is not None:
-                members.setdefault(group, []).append(parameter)
-        optimizer = self._optimizer
-        groups = [self._choose_kernel(optimizer.param_groups[number], own) for number, own in members.items()]
-        view = object.__new__(type(optimizer))
-        view.__dict__.update({**optimizer.__dict__, "param_groups": groups})
+        """Update the parameters that the optimizer has, with these gradients; they have none in `.grad`."""
+        optimizer, members = self._optimizer, dict[int, list[torch.Tensor]]()
         step: Callable[[torch.optim.Optimizer], Any] = type(optimizer).step
-        before = [parameter.grad for parameter in parameters]
         self.updated += parameters
         try:
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = _as_laid_out(gradient, parameter)
+                if (group := self._group_of.get(id(parameter))) is not None:
+                    members.setdefault(group, []).append(parameter)
+                    is_alike = gradient.stride() == parameter.stride()  # as a fused kernel expects
+                    parameter.grad = gradient if is_alike else torch.empty_like(parameter).copy_(gradient)
+            groups = [self._choose_kernel(optimizer.param_groups[number], own) for number, own in members.items()]
+            view = object.__new__(type(optimizer))
+            view.__dict__.update({**optimizer.__dict__, "param_groups": groups})
             step(view)
         finally:
-            for parameter, gradient_before in zip(parameters, before, strict=True):
-                parameter.grad = gradient_before
+            for parameter in itertools.chain.from_iterable(members.values()):
+                parameter.grad = None
 
     def note_taken(self) -> None:
         """Note that a step was taken, for schedulers, which warn of steps that were not."""
@@ -174,7 +173,7 @@ class OptimizerInParts:
             if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
                 return "a parameter has gaps in its memory, or elements that share it"
             kind, state = (parameter.stride(), parameter.dtype), self._optimizer.state.get(parameter, {})
-            tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
+            tensors = [each for name, each in state.items() if isinstance(each, torch.Tensor) and name != "step"]
             if any((each.stride(), each.dtype) != kind and each.shape == parameter.shape for each in tensors):
                 return "a parameter and its state differ in layout or dtype"
             have_state.add(bool(tensors))
@@ -194,8 +193,3 @@ def _warn_of_kernel(name: str, dtype: torch.dtype, device: str) -> None:
     _logger.warning(
         "the fused kernel of %s for %s on %s differs from the plain update, which is used instead", name, dtype, device
     )
-
-
-def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient with the strides of its parameter, which a fused kernel expects."""
-    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +18,14 @@ def mark_boxed(run: _Callable) -> _Callable:
     return run
 
 
-def reason_against_gradients(leaves: Collection[torch.Tensor]) -> str | None:
+def reason_against_gradients(leaves: Iterable[torch.Tensor]) -> str | None:
     """Return why only autograd may leave gradients at these leaves; None if anybody may."""
-    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in leaves):
-        return "a gradient has hooks"
-    has_own_dtype = any(each.grad_dtype is not each.dtype for each in leaves)
-    return "a gradient has another dtype than its parameter" if has_own_dtype else None
+    for leaf in leaves:
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            return "a gradient has hooks"
+        if leaf.grad_dtype is not leaf.dtype:
+            return "a gradient may have another dtype than its parameter"
+    return None
 
 
 def is_compiled_module(model: object) -> bool:

@@ -8,14 +8,13 @@ advance, so on a chain this is the fastest code that Inductor makes. Dynamo trac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.compile_context import compile_apart, swappable_tensors
 from apollo_compile.torch_bridge.compile_scope import compile_lock, own_code_generator
 from apollo_compile.torch_bridge.frontend import compile_plainly
 from apollo_compile.torch_bridge.trees import map_tensors
@@ -74,7 +73,9 @@ def compile_traced_step(
     def call(parts: Sequence[Any], weights: Sequence[torch.Tensor], is_first: bool) -> Made | None:
         may_compile[0] = is_first
         try:
-            with torch._dynamo.config.patch(trace_autograd_ops=True) if is_first else nullcontext():
+            if not is_first:
+                return compiled(parts, weights)  # type: ignore[no-any-return]
+            with torch._dynamo.config.patch(trace_autograd_ops=True), swappable_tensors():
                 return compiled(parts, weights)  # type: ignore[no-any-return]
         except Exception as error:
             if is_first or not is_compile_error(error):

@@ -23,6 +23,11 @@ def count_tensors(tree: Any) -> int:
     return len(set(map(id, leaves_of(tree, torch.Tensor))))
 
 
+def structure_of(tree: Any) -> str:
+    """Return the structure of nested lists, tuples and mappings."""
+    return str(pytree.tree_structure(tree))
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return a tree with the results of a function for all tensors; Dynamo traces it."""
     return pytree.tree_map_only(torch.Tensor, function, tree)

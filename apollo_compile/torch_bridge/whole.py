@@ -90,7 +90,7 @@ def compile_apart(graph_module: fx.GraphModule, work: Callable[[], _Result]) -> 
     Inductor uses its cache only inside a tracing context, so a minimal one is provided.
 
     Raises:
-        BaseException: whatever `work` raises.
+        BaseException: whatever `work` raises; an interrupt, which ends the thread first.
     """
     made: Future[_Result] = Future()
 
@@ -99,16 +99,19 @@ def compile_apart(graph_module: fx.GraphModule, work: Callable[[], _Result]) -> 
             with tracing(TracingContext(detect_fake_mode(_inputs_of(graph_module)))):
                 made.set_result(work())
         except BaseException as error:  # raised again on the caller's thread
-            made.set_exception(error)
+            if not made.done():
+                made.set_exception(error)
 
     context = contextvars.copy_context()  # the settings of other parts of torch, as the user has them
     thread = threading.Thread(target=lambda: context.run(run), name="apollo-compile")
-    thread.start()
     try:
+        thread.start()
         return made.result()
     finally:
-        if not made.done():  # an interrupt: the next compile must not begin beside this one
-            pythonapi.PyThreadState_SetAsyncExc(c_ulong(thread.ident or 0), py_object(KeyboardInterrupt))
+        if (
+            thread.ident is not None and not made.done()
+        ):  # an interrupt: the next compile must not begin beside this one
+            pythonapi.PyThreadState_SetAsyncExc(c_ulong(thread.ident), py_object(KeyboardInterrupt))
             made.exception()
 
 

@@ -105,7 +105,7 @@ class _Call:
 def _call_of(placed: DividedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     leaves, structure, _ = flatten_objects((args, kwargs))
     tensors, replicas, kind = leaves_of(leaves, torch.Tensor), placed.group.replicas, placed.device.type
-    samples = next((each.shape[0] for each in tensors if each.dim()), 0)
+    samples = next((len(each) for each in tensors if each.dim() and len(each)), 0)
     if samples < replicas:
         raise DeploymentError(
             f"module {placed.group.module!r} got {samples} samples for {replicas} replicas; expected at least one for "

@@ -18,7 +18,7 @@ from apollo_compile.session.step.linking import STAYS, owned_by
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
 from apollo_compile.session.step.returned import detach_others
 from apollo_compile.session.step.split import kind_of
-from apollo_compile.torch_bridge.compile_context import compile_apart
+from apollo_compile.torch_bridge.compile_context import compile_apart, swappable_tensors
 from apollo_compile.torch_bridge.dynamo_graph import return_read_tensors
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of, way_out
 from apollo_compile.torch_bridge.modes import is_each_operator_seen
@@ -79,7 +79,8 @@ class CompiledLoss:
         if not self._has_own_graph(part):
             return self._in_pieces(part)
         try:
-            return self.notes.call_and_note(self.call, part)
+            with swappable_tensors():
+                return self.notes.call_and_note(self.call, part)
         except Exception as error:  # of a compile, before anything ran
             problem, is_hit = problem_of(error), is_limit_hit(error)
             if problem is None:

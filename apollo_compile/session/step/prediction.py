@@ -22,7 +22,6 @@ from apollo_compile.target.profile import DeviceProfile
 from apollo_compile.torch_bridge.data_parallel import is_sharded, without_reducer
 from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
-from apollo_compile.torch_bridge.trees import count_tensors
 
 
 def predict_step(
@@ -66,17 +65,18 @@ def predict_step(
         if problem is None or is_of_user(error):
             raise
         raise UnsupportedGraphError(f"the loss function is not one graph: {problem}") from error
-    if not loss_in(dry_run.returned).requires_grad:
-        raise TargetError("the loss needs no gradient: expected one that depends on a parameter with requires_grad")
+    loss_in(dry_run.returned)  # which refuses what is no loss
     ((name, planned),) = dry_run.graphs.items()
     by_role = {compilation.capture.role: compilation for compilation, _ in planned}
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD}:
-        raise UnsupportedGraphError(f"{name} has no plan: {'; '.join(reason for _, reason in dry_run.fallbacks)}")
+        if dry_run.fallbacks:
+            raise UnsupportedGraphError(f"{name} has no plan: {'; '.join(reason for _, reason in dry_run.fallbacks)}")
+        raise TargetError("the loss needs no gradient: expected one that depends on a parameter with requires_grad")
     forward, backward = (
         GraphCode(compilation=by_role[role], contract=dry_run.contracts[by_role[role].capture.name])
         for role in (Role.FORWARD, Role.BACKWARD)
     )
-    if len(forward.contract.user_outputs) != count_tensors(dry_run.returned):
+    if len(forward.contract.user_outputs) != dry_run.num_returned:
         raise UnsupportedGraphError(KEEPS_TENSORS)
     inputs = dry_run.inputs[name]
     owned = set(map(id, dry_run.state))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -179,14 +180,13 @@ class StepProgram:
             self.release()
         shared, own = self._sort(inputs)
         given = [*shared, *own, *self.tangents_of(weights)]
-        written, members = map(given.__getitem__, self.step.written), self.optimizer.members if self.optimizer else ()
-        torch.autograd.graph.increment_version([x for x in written if not x.requires_grad or id(x) in members])
         variant = self.variants.current
         taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
         num_returned = self.step.num_micro_batches * len(self.micro.returned)
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
-            outputs = self._run_variant(given)
+            with self._stepping([given[place] for place in self.step.written]):
+                outputs = self.variants.run(given)
             stored = self._stored(self.kept)
             made = [gradient for gradient in outputs[num_returned:] if gradient is not None]
             if variant not in self._copied:
@@ -203,38 +203,43 @@ class StepProgram:
     def use_gradients(self, gradients: Sequence[torch.Tensor], shared: Collection[int]) -> bool:
         """Use gradients of all parameters as a run does; return whether the optimizer has stepped.
 
-        Those at the places `shared` are copied first. Where clipping or ranks need all, they are left in `.grad`.
+        Those at the places `shared` are copied first. If it steps after the program, they are left in `.grad`.
         """
         parameters, optimizer = self.parameters, self.optimizer
         gradients = own_gradients(gradients, parameters, shared)
         if optimizer is None or self.is_clipped or self.step.averages is not None:
             leave_gradients(parameters, gradients)
             return False
-        pairs = zip(parameters, gradients, strict=True)
-        leave_gradients(self.kept, [gradient for each, gradient in pairs if id(each) not in self._released])
-        optimizer.updated.clear()
-        optimizer.step(parameters, gradients)
-        torch.autograd.graph.increment_version([each for each in parameters if optimizer.has(each)])
-        optimizer.note_taken()
+        with self._stepping(parameters):
+            optimizer.step(parameters, gradients)
+        if self.kept:
+            pairs = zip(parameters, gradients, strict=True)
+            leave_gradients(self.kept, [gradient for each, gradient in pairs if id(each) not in self._released])
         return True
 
-    def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the current variant; an error says which parameters had been updated."""
-        if (optimizer := self.optimizer) is None:
-            return self.variants.run(given)
-        optimizer.updated.clear()
+    @contextmanager
+    def _stepping(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the optimizer step in a `with`, which may write to these tensors and counts that as autograd does.
+
+        An error says which parameters had been updated.
+        """
+        optimizer, updated = self.optimizer, [] if self.optimizer is None else self.optimizer.updated
+        updated.clear()
         try:
-            outputs = self.variants.run(given)
+            yield
         except Exception as error:
-            if updated := {id(each) for each in optimizer.updated}:
-                names = ", ".join(name for name, each in self.named_parameters.items() if id(each) in updated)
+            if ids := set(map(id, updated)):
+                names = ", ".join(name for name, each in self.named_parameters.items() if id(each) in ids)
                 error.add_note(
                     f"{self.name}: failed after it had updated these parameters, some perhaps in part: {names}; all "
                     "others are as they were"
                 )
             raise
-        optimizer.note_taken()
-        return outputs
+        members = () if optimizer is None else optimizer.members
+        stepped = [each for each in written if not each.requires_grad or id(each) in members]
+        torch.autograd.graph.increment_version(stepped)  # lanes and fused kernels do not count their writes
+        if optimizer is not None:
+            optimizer.note_taken()
 
     def release(self) -> None:
         """Release CUDA graphs and memory for the next run, which makes them again."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from apollo_compile.errors import TargetError
-from apollo_compile.torch_bridge.trees import flatten_objects, leaves_of, map_leaves, map_tensors, map_together
+from apollo_compile.torch_bridge.trees import leaves_of, map_leaves, map_tensors, map_together, structure_of
 
 _WAY_OUT = "(return the tensors instead, and read `step.outputs` after the step)"
 
@@ -70,7 +70,7 @@ class Outputs:
         """
         if len(self.returned) < 2:
             return self.returned[0] if self.returned else None
-        structures = {flatten_objects(each)[1] for each in self.returned}
+        structures = set(map(structure_of, self.returned))
         if len(structures) > 1:
             raise TargetError(
                 f"the loss function returned outputs of {len(structures)} structures for {len(self.returned)} "

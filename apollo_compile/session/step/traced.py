@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,21 +19,15 @@ from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.returned import find_loss, loss_in
-from apollo_compile.torch_bridge.gradients import find_shared
+from apollo_compile.torch_bridge.gradients import are_finite, describe_difference, find_shared
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import Made, compile_traced_step, describe_compile_error, is_compile_error
-from apollo_compile.torch_bridge.trees import map_tensors
+from apollo_compile.torch_bridge.trees import leaves_of, map_tensors
 
 _logger = logging.getLogger(__name__)
 
 _DRAWING = (WorkKind.RANDOM, WorkKind.ATTENTION)
 """Operators that keep their order because they draw random numbers."""
-
-_TOLERANCE = 0.01
-"""Largest difference of a gradient over its norm that is rounding, or sixteen roundings of its dtype."""
-
-_NEGLIGIBLE = 1e-5
-"""Share of the norm of all gradients below which one does not matter."""
 
 
 class TracedStep:
@@ -63,7 +56,7 @@ class TracedStep:
         self._compiled = compiled
         self._run = compile_traced_step(partial(_call_loss, call), program.parameters, settings)
         self._shared: set[int] = set()
-        """Places of gradients that it computes in memory of others, or laid out otherwise than their parameters."""
+        """Places of gradients that share memory with others or an input, or are laid out unlike their parameters."""
 
     def take(self, parts: Sequence[Any], weights: Sequence[float], finish: Callable[[], None]) -> Sequence[Any] | None:
         """Take a step; return the results of the loss function. `finish` ends it where gradients are left in `.grad`.
@@ -90,7 +83,7 @@ class TracedStep:
         Raises:
             CandidateError: it cannot be compiled, or its step is another one; nothing has changed.
         """
-        program = self._program
+        program, tangents = self._program, self._program.tangents_of(weights)
         before = _Snapshot(program.micro)
         expected = gradients_of_loop(self._compiled, parts, weights, program.parameters)
         drawn = torch.get_rng_state()
@@ -98,12 +91,15 @@ class TracedStep:
         try:
             with Progress(f"compiling {program.name} as one graph", expected_ns=compile_ns(program)) as progress:
                 progress.at("Inductor, to be compared with the program,")
-                made = self._call(parts, program.tangents_of(weights))
+                made = self._call(parts, tangents)
             if not torch.equal(torch.get_rng_state(), drawn):
                 raise CandidateError("it draws other random numbers than the loop")
-            if made is not None:
-                self.is_ready = agree(made[1], expected)
-                self._shared |= set(find_shared(made[1], program.parameters, ()))
+            if made is not None and are_finite(expected):
+                if (difference := describe_difference(made[1], expected)) is not None:
+                    raise CandidateError(f"gradients differ from those of the loop: {difference}")
+                self.is_ready = True
+                given = [each.untyped_storage().data_ptr() for each in leaves_of([parts, tangents], torch.Tensor)]
+                self._shared |= set(find_shared(made[1], program.parameters, given))
         finally:
             if not self.is_ready:
                 before.restore()
@@ -190,35 +186,6 @@ def gradients_of_loop(
         made = torch.autograd.grad(loss_in(call(part)) * weight, parameters, allow_unused=True)
         total = [have if more is None else have + more for have, more in zip(total, made, strict=True)]
     return total
-
-
-def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Return whether gradients are those of the loop; False where the loop's are not finite.
-
-    The difference of a gradient that is zero but for rounding is judged beside the norm of all gradients.
-
-    Raises:
-        CandidateError: they differ.
-    """
-    norms = [_norm_of(each) for each in expected]
-    if not all(map(math.isfinite, norms)):
-        return False
-    least = max(_NEGLIGIBLE * math.hypot(*norms), 1e-30)
-    for ours, theirs, norm in zip(found, expected, norms, strict=True):
-        difference = _norm_of(ours - theirs) / (norm + least)
-        allowed = max(_TOLERANCE, 16 * torch.finfo(theirs.dtype).eps)
-        if not difference <= allowed:
-            shape = list(theirs.shape)
-            raise CandidateError(
-                f"gradients differ from those of the loop: one of shape {shape} by {difference:.2g} of its norm, where "
-                f"{allowed:.2g} may be rounding"
-            )
-    return True
-
-
-def _norm_of(gradient: torch.Tensor) -> float:
-    elements = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    return float(torch.linalg.vector_norm(elements, dtype=torch.float64))
 
 
 def make_traced_step(

@@ -47,7 +47,8 @@ UPSTREAM_BUGS = (
         file="freed_sizes.py",
         defect="saves the arguments of `_unsafe_view` from memory that was freed",
         report="https://github.com/pytorch/pytorch/issues/185630",  # pull requests 184774 and 185861 fix it
-        seen_in=("2.13",),
+        seen_in=("2.11", "2.12", "2.13"),
+        fixed_in="2.14.1",
         test="test_torch_saves_sizes_that_were_freed",
     ),
     UpstreamBug(

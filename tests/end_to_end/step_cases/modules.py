@@ -168,7 +168,7 @@ def _checkpointed(*middle: nn.Module, use_reentrant: bool = False) -> nn.Module:
 
 
 add("checkpointing", "What is between is computed again.", model=_checkpointed)
-random = loop("falls back: node run_and_save_rng_state .* keeps eager's random numbers")
+random = loop("falls back: node run_and_save_rng_state .* keeps the state of random numbers")
 add("checkpointing with dropout", model=lambda: _checkpointed(nn.Dropout(0.5)), **random)
 add("reentrant checkpointing", "A backward inside of a backward.", model=partial(_checkpointed, use_reentrant=True))
 

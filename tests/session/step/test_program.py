@@ -58,7 +58,7 @@ def test_gradients_of_another_dtype_are_left_by_the_loop() -> None:
             first.grad_dtype = torch.float64 if number in (2, 3) else torch.float32
         twins.take(batch_of(number))
         assert next(twins.model.parameters()).grad.dtype is next(twins.expected.parameters()).grad.dtype
-        assert ("has another dtype than its parameter" in str(twins.step.verdicts)) is (number in (2, 3))
+        assert ("may have another dtype than its parameter" in str(twins.step.verdicts)) is (number in (2, 3))
 
 
 @pytest.mark.parametrize("name", ["layers.0.0.weight", "layers.0.1.running_mean", "layers.2.0.weight"])

@@ -6,6 +6,7 @@ What becomes of outputs in a step is tested in `end_to_end/test_step_outputs.py`
 from __future__ import annotations
 
 from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,16 +45,19 @@ def test_anything_else_is_refused(returned: Any, problem: str) -> None:
 
 def test_outputs_are_combined_by_their_kind() -> None:
     """Means of scalars by weight; other tensors are stacked; what differs otherwise is a list."""
+    notes = SimpleNamespace(lengths=[3, 5]), SimpleNamespace(lengths=[4])
     parts = [
         {"loss": torch.tensor(1.0), "accuracy": 0.5, "logits": torch.zeros(2), "ids": torch.tensor(1), "name": "a"},
         {"loss": torch.tensor(3.0), "accuracy": 1.0, "logits": torch.ones(2), "ids": torch.tensor(2), "name": "a"},
     ]
+    for part, note in zip(parts, notes, strict=True):
+        part["note"] = note
     made = Outputs(parts, [0.25, 0.75]).combined
     assert made["loss"] == 0.25 * 1 + 0.75 * 3
     assert made["accuracy"] == 0.25 * 0.5 + 0.75
     assert torch.equal(made["logits"], torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     assert torch.equal(made["ids"], torch.tensor([1, 2]))  # whole numbers have no mean
-    assert made["name"] == "a"
+    assert made["name"] == "a" and made["note"] == list(notes)
 
 
 def test_one_micro_batch_returns_what_it_returned_and_none_nothing() -> None:
