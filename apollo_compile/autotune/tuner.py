@@ -212,7 +212,7 @@ class Tuner(Decision):
 
     def _run_step_of(self, comparison: Comparison, chosen: Variant) -> Variant:
         if comparison.is_in_first_step:
-            if not any(_disturbs(other, self) for other in _tuners):
+            if not _is_disturbed(self):
                 self._trim()
             self._note_remaining()
         if self._rules.is_timed_by_turn and comparison.num_timed == 1:
@@ -261,7 +261,7 @@ class Tuner(Decision):
             self._conclude()
         elif due is not None:
             self._add_late(due)
-        elif self.is_watched and self._drift.has_drifted(now_ns):
+        elif self.is_watched and not _is_disturbed(self) and self._drift.has_drifted(now_ns):
             self._candidates.restore_losers()
             if len(others := self._candidates.compiled()) > 1:
                 self._is_after_drift = True
@@ -285,6 +285,11 @@ class Tuner(Decision):
 def _disturbs(other: Tuner, tuner: Tuner) -> bool:
     """Return whether another tuner compares now, and its steps are still taken."""
     return other is not tuner and other.is_comparing and other.last_ns + ABANDONED_NS > tuner.last_ns
+
+
+def _is_disturbed(tuner: Tuner) -> bool:
+    """Return whether another tuner compares, so that steps do not take their usual time."""
+    return any(_disturbs(other, tuner) for other in _tuners)
 
 
 def _may_compare(tuner: Tuner) -> bool:

@@ -63,14 +63,7 @@ def _warn_of_device(reason: str) -> None:
 
 
 class Revertible:
-    """A compiled Dynamo graph that becomes torch.compile's function when a capture or a measurement fails.
-
-    Arguments:
-        model: its graphs.
-        compiled: runs them.
-        kept: the Dynamo graph.
-        compile_plainly: compiles it as torch.compile does.
-    """
+    """A compiled Dynamo graph that becomes torch.compile's function when a capture or a measurement fails."""
 
     def __init__(
         self, model: CompiledModel, compiled: Callable[..., Any], kept: KeptGraph, compile_plainly: CompilePlainly

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from apollo_compile.autotune.drift import DRIFT_SAMPLES
-from tests.autotune.machine import ENOUGH, INDUCTOR, PLAN, SERIAL, WINDOW, Graph, Machine, halves, slow_down
+from tests.autotune.machine import ENOUGH, INDUCTOR, PLAN, SERIAL, WINDOW, Graph, Machine, Subject, halves, slow_down
 
 
 def test_drift_reopens_the_comparison_and_a_repeated_verdict_makes_it_patient() -> None:
@@ -66,6 +66,19 @@ def test_several_forwards_before_their_backwards_are_one_step() -> None:
         if is_measured:
             assert len(machine.verdicts) == before[1]
             assert machine.num_watched - before[0] <= (2 * 4 + 1) * (12 * DRIFT_SAMPLES + 1)
+
+
+def test_comparisons_of_another_step_in_the_same_loop_are_no_drift() -> None:
+    """Take no sample while a learner's other phase compares: its slow variants are in the times between looks."""
+    watched, other = Subject({SERIAL: 20, PLAN: 10}).offer(SERIAL, PLAN), Subject({SERIAL: 100, PLAN: 10})
+    for number in range(8 * WINDOW):
+        if watched.verdicts and number < 3 * WINDOW and not other.tuner.is_comparing:
+            other.offer(SERIAL, PLAN)
+        other.now_ns = watched.now_ns
+        other.step()
+        watched.now_ns = other.now_ns
+        watched.step()
+    assert len(other.verdicts) > 3 and len(watched.verdicts) == 1
 
 
 def test_what_runs_between_steps_is_no_sample() -> None:
