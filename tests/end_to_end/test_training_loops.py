@@ -242,22 +242,6 @@ def test_checkpointed_towers_train_as_in_eager(lanes: Options, uncompiled: Optio
     assert_same_training(seeded(backend="inductor"), seeded(**lanes))
 
 
-def test_towers_with_checkpointed_attention_run_in_segments(uncompiled: Options) -> None:
-    """Attention without dropout draws no random numbers, so nothing is saved to draw them again."""
-
-    def attend(x: torch.Tensor, tower: nn.Module) -> torch.Tensor:
-        heads = tower(x).unflatten(-1, (2, WIDTH // 2)).transpose(0, 1)[None]
-        return nn.functional.scaled_dot_product_attention(heads, heads, heads).sum(1)[0]
-
-    def join(own: Any, *inputs: torch.Tensor) -> torch.Tensor:
-        towers = zip(inputs, (own.left, own.right), strict=True)
-        left, right = (checkpoint(attend, x, tower, use_reentrant=False) for x, tower in towers)
-        return left @ right.T
-
-    actual, _ = same_gradients(one_step, pair(join), uncompiled)
-    assert [len(entry.graphs) for entry in registry.find_models(actual)] == [2]
-
-
 @loop("activation checkpointing, reentrant")
 def test_towers_with_reentrant_checkpoints_train_as_in_eager(either: Options) -> None:
     """Their inputs need gradients, for eager to see any."""
