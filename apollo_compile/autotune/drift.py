@@ -3,8 +3,7 @@
 One in `LOOK_EVERY` steps is watched; the others cost nothing. A sample is the time between two looks, with all that a
 loop does besides. Times have drifted if the medians of `DRIFT_SAMPLES` samples differ by `DRIFT` from the first such
 median twice in a row; also if they are below the time of the winner in an earlier process, where it ran beside other
-work. A comparison that confirms the verdict doubles the number of samples before the next one: the cause was not in the
-variants, but for example evaluation between steps.
+work. A comparison that confirms the verdict doubles the number of samples before the next one.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class DriftWatch:
         """Take no sample until the next look but one: something else ran between steps."""
         self._before_ns = None
 
-    def has_drifted(self, now_ns: int) -> bool:
-        """Look at a step that begins now; return whether to compare again."""
-        before, self._before_ns = self._before_ns, now_ns
-        if before is None:
+    def has_drifted(self, now_ns: int, *, is_usual: bool = True) -> bool:
+        """Look at a step that begins now; return whether to compare again. Unusual steps are no part of a sample."""
+        before, self._before_ns = self._before_ns, now_ns if is_usual else None
+        if before is None or not is_usual:
             return False
         self._samples.append(now_ns - before)
         self._num_samples += 1

@@ -77,7 +77,7 @@ class Tuner(Decision):
         """Whether the rest of the current step is not watched."""
         self.last_ns = 0
         """Host time at the beginning of the latest step."""
-        _tuners.add(self)
+        _tuners.append(weakref.ref(self, _tuners.remove))
 
     # -------------------------------------------------------------------------------------------------- candidates
 
@@ -261,7 +261,7 @@ class Tuner(Decision):
             self._conclude()
         elif due is not None:
             self._add_late(due)
-        elif self.is_watched and not _is_disturbed(self) and self._drift.has_drifted(now_ns):
+        elif self.is_watched and self._drift.has_drifted(now_ns, is_usual=not _is_disturbed(self)):
             self._candidates.restore_losers()
             if len(others := self._candidates.compiled()) > 1:
                 self._is_after_drift = True
@@ -289,7 +289,7 @@ def _disturbs(other: Tuner, tuner: Tuner) -> bool:
 
 def _is_disturbed(tuner: Tuner) -> bool:
     """Return whether another tuner compares, so that steps do not take their usual time."""
-    return any(_disturbs(other, tuner) for other in _tuners)
+    return any(_disturbs(other, tuner) for each in list(_tuners) if (other := each()) is not None)
 
 
 def _may_compare(tuner: Tuner) -> bool:
@@ -302,7 +302,7 @@ def _may_compare(tuner: Tuner) -> bool:
     return True
 
 
-_tuners: weakref.WeakSet[Tuner] = weakref.WeakSet()
+_tuners: list[weakref.ref[Tuner]] = []
 """All tuners of this process."""
 
 _comparing: weakref.ref[Tuner] | None = None

@@ -173,7 +173,7 @@ def trace(
             run = compile_apart(uses(private.run), backend=compile_graph, dynamic=False, fullgraph=fullgraph)
             returned = run(*args, **kwargs)
         dry_run.num_returned = count_tensors(returned)
-        dry_run.returned = map_tensors(torch.Tensor.detach, returned)
+        dry_run.returned = map_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), returned)
     finally:
         used.clear()  # Dynamo keeps backends and graphs for ever; this frees the plans and the copy
     if not dry_run.graphs:

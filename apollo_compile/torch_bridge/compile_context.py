@@ -14,8 +14,8 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -48,9 +48,16 @@ def compile_apart(function: Callable[..., Any], **settings: Any) -> Callable[...
     return compile_function(function, **settings)
 
 
-def swappable_tensors() -> AbstractContextManager[None]:
+@contextmanager
+def swappable_tensors() -> Iterator[None]:
     """Let Dynamo refer to no tensor of what it compiles in a `with`, as `torch.utils.swap_tensors` demands."""
-    return torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True)  # type: ignore[no-any-return]
+    config: Any = torch._dynamo.config  # whose `patch` leaves a context variable behind in every call
+    before = config.invalidate_compile_context_weakrefs
+    config.invalidate_compile_context_weakrefs = True
+    try:
+        yield
+    finally:
+        config.invalidate_compile_context_weakrefs = before
 
 
 def name_dynamo_graph() -> str:

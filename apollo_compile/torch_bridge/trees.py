@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -67,12 +67,11 @@ def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]]
     return inner, f"{structure} of {list(map(type, leaves))} with {names}: {inner_structure}", build_all
 
 
-def kind_of_tree(tree: Any) -> Hashable:
+def kind_of_tree(tree: Any) -> Any:
     """Return structure and types of a tree, with shapes and dtypes of tensors; fast for dictionaries and lists."""
-    kind: Any = type(tree)  # which mypy does not take for hashable
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype, tree.requires_grad
-    if kind is dict:
+    if (kind := type(tree)) is dict:
         return tuple(tree), tuple(map(kind_of_tree, tree.values()))
     if kind is list or kind is tuple:
         return kind, tuple(map(kind_of_tree, tree))

@@ -112,7 +112,7 @@ def compile_apart(graph_module: fx.GraphModule, work: Callable[[], _Result]) -> 
             thread.ident is not None and not made.done()
         ):  # an interrupt: the next compile must not begin beside this one
             pythonapi.PyThreadState_SetAsyncExc(c_ulong(thread.ident), py_object(KeyboardInterrupt))
-            made.exception()
+            thread.join()
 
 
 def _inputs_of(graph_module: fx.GraphModule) -> list[Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 
 from apollo_compile.autotune import tuner
@@ -12,4 +10,4 @@ from apollo_compile.autotune import tuner
 @pytest.fixture(autouse=True)
 def _no_other_tuners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide tuners of earlier tests, whose comparisons may not have ended."""
-    monkeypatch.setattr(tuner, "_tuners", weakref.WeakSet())
+    monkeypatch.setattr(tuner, "_tuners", [])

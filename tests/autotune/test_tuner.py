@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 
-from apollo_compile.autotune import tuner
 from apollo_compile.autotune.candidates import Candidate
 from apollo_compile.autotune.comparison import PER_CALL, PER_TURN, Rules
 from apollo_compile.autotune.drift import DRIFT_SAMPLES, LOOK_EVERY
@@ -197,9 +194,8 @@ def test_one_of_the_tuners_that_time_turns_compares_at_a_time() -> None:
     assert fourth.winners == [PLAN]
 
 
-def test_memory_is_trimmed_before_every_turn_unless_another_tuner_is_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_trimmed_before_every_turn_unless_another_tuner_is_timing() -> None:
     """And before a late candidate is compiled."""
-    monkeypatch.setattr(tuner, "_tuners", weakref.WeakSet())  # without those of other tests
     trimmed: list[int] = []
     subject = Subject({SERIAL: 13, PLAN: 10}, trim_memory=lambda: trimmed.append(0)).offer(SERIAL, PLAN)
     subject.run(4 * 3)

@@ -68,7 +68,7 @@ class CompiledLoss:
         self._uncompiled = loss_of
         # Dynamo keeps backends for good.
         backend = partial(_compile_and_note, weakref.ref(self.notes), options)
-        self.call = compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True)
+        self.call = swappable_tensors()(compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True))
         """Calls the loss function as it is compiled in one graph."""
         self._in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
 
@@ -79,8 +79,7 @@ class CompiledLoss:
         if not self._has_own_graph(part):
             return self._in_pieces(part)
         try:
-            with swappable_tensors():
-                return self.notes.call_and_note(self.call, part)
+            return self.notes.call_and_note(self.call, part)
         except Exception as error:  # of a compile, before anything ran
             problem, is_hit = problem_of(error), is_limit_hit(error)
             if problem is None:

@@ -65,13 +65,12 @@ def predict_step(
         if problem is None or is_of_user(error):
             raise
         raise UnsupportedGraphError(f"the loss function is not one graph: {problem}") from error
-    loss_in(dry_run.returned)  # which refuses what is no loss
+    if not loss_in(dry_run.returned).requires_grad:
+        raise TargetError("the loss needs no gradient: expected one that depends on a parameter with requires_grad")
     ((name, planned),) = dry_run.graphs.items()
     by_role = {compilation.capture.role: compilation for compilation, _ in planned}
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD}:
-        if dry_run.fallbacks:
-            raise UnsupportedGraphError(f"{name} has no plan: {'; '.join(reason for _, reason in dry_run.fallbacks)}")
-        raise TargetError("the loss needs no gradient: expected one that depends on a parameter with requires_grad")
+        raise UnsupportedGraphError(f"{name} has no plan: {'; '.join(reason for _, reason in dry_run.fallbacks)}")
     forward, backward = (
         GraphCode(compilation=by_role[role], contract=dry_run.contracts[by_role[role].capture.name])
         for role in (Role.FORWARD, Role.BACKWARD)

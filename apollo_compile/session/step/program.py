@@ -225,6 +225,9 @@ class StepProgram:
         """
         optimizer, updated = self.optimizer, [] if self.optimizer is None else self.optimizer.updated
         updated.clear()
+        members = () if optimizer is None else optimizer.members
+        stepped = [each for each in written if not each.requires_grad or id(each) in members]
+        torch.autograd.graph.increment_version(stepped)  # lanes and fused kernels do not count their writes
         try:
             yield
         except Exception as error:
@@ -235,9 +238,6 @@ class StepProgram:
                     "others are as they were"
                 )
             raise
-        members = () if optimizer is None else optimizer.members
-        stepped = [each for each in written if not each.requires_grad or id(each) in members]
-        torch.autograd.graph.increment_version(stepped)  # lanes and fused kernels do not count their writes
         if optimizer is not None:
             optimizer.note_taken()
 

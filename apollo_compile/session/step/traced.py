@@ -98,7 +98,8 @@ class TracedStep:
                 if (difference := describe_difference(made[1], expected)) is not None:
                     raise CandidateError(f"gradients differ from those of the loop: {difference}")
                 self.is_ready = True
-                given = [each.untyped_storage().data_ptr() for each in leaves_of([parts, tangents], torch.Tensor)]
+                inputs = leaves_of([parts, tangents, list(program.micro.state.values())], torch.Tensor)
+                given = [each.untyped_storage().data_ptr() for each in inputs if each.layout is torch.strided]
                 self._shared |= set(find_shared(made[1], program.parameters, given))
         finally:
             if not self.is_ready:
