@@ -58,7 +58,7 @@ class DryRun:
     num_returned: int = 0
     """How many tensors the call returned."""
     returned: Any = None
-    """What it returned, without graphs."""
+    """Results of the call, without graphs."""
 
     @property
     def planned(self) -> list[tuple[Compilation, str | None]]:

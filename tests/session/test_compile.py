@@ -40,7 +40,10 @@ def chosen() -> tuple[nn.Module, torch.Tensor]:
     A product is saved for the backward, and a mask that ours would make again.
     """
     weight = nn.Parameter(torch.randn(256, 256) / 16)
-    forward = lambda own, x: x[x > 0].sum() + (x[None] @ own.weight).relu().flip(0).exp()  # noqa: E731
+
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sum() + (x[None] @ own.weight).relu().flip(0).exp()
+
     return Wrapped(forward, weight=weight), torch.randn(256)
 
 

@@ -112,7 +112,7 @@ def _widen(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [dict.clear, _widen], ids=["dropped", "of another dtype"])
 def test_state_that_a_fused_kernel_does_not_take_is_updated_as_ever(change: Callable[[Any], None]) -> None:
-    """As where the user has dropped or changed the momentum of one parameter; the kernel would raise."""
+    """Drop or change the momentum of one parameter, where the fused kernel would raise."""
     mine, others = ([torch.nn.Parameter(torch.ones(8)) for _ in range(2)] for _ in range(2))
     own, expected = (torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=0.1) for each in (mine, others))
     for number in range(4):

@@ -14,7 +14,7 @@ from apollo_compile.torch_bridge.whole import compile_apart
 
 
 def test_an_interrupt_ends_a_compile_on_its_own_thread_too() -> None:
-    """What the next call compiles must not run beside it: much of torch's state while it compiles is the process's."""
+    """Let the next compile not run beside it: much of torch's state while it compiles is the process's."""
     began, ended = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -93,6 +93,6 @@ def test_a_step_that_cannot_be_linked_is_explained_as_a_loop(
     ids=["a tensor with dimensions", "no gradient"],
 )
 def test_a_step_that_would_fail_is_not_planned(loss_fn: Callable[..., Any], reason: str) -> None:
-    """As `compile_step` refuses it, or its backward."""
+    """Refuse in words what `compile_step` or its backward would refuse."""
     with pytest.raises(TargetError, match=reason):
         explain_step(Chain(), loss_fn, chain_batch(0), options=EAGER)

@@ -49,7 +49,7 @@ def test_memory_that_is_shared_later_is_seen() -> None:
 
 
 def test_gradients_of_another_dtype_are_left_by_the_loop() -> None:
-    """As long as a parameter of bfloat16 asks for gradients of float32."""
+    """Run loops while a parameter of bfloat16 asks for gradients of float32, and programs afterwards."""
     twins = Twins(lambda: make_towers(depth=1), loss_of, sgd)
     for number in range(6):
         for each in twins.both:
@@ -63,7 +63,7 @@ def test_gradients_of_another_dtype_are_left_by_the_loop() -> None:
 
 @pytest.mark.parametrize("name", ["layers.0.0.weight", "layers.0.1.running_mean", "layers.2.0.weight"])
 def test_a_backward_after_a_step_sees_what_was_written_to(name: str) -> None:
-    """As after the loop in eager, whichever kernel has updated a parameter; one layer has no optimizer."""
+    """Raise in a pending backward as eager does, whichever kernel has updated; one layer has no optimizer."""
     torch._dynamo.reset()
     model = Chain()
     step = compile_step(model, chain_loss, torch.optim.AdamW(model.layers[:2].parameters()), options=EAGER)

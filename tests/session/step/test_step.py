@@ -62,7 +62,7 @@ def test_one_tensor_may_be_there_twice_and_not_the_next_time() -> None:
 
 
 def test_parameters_can_be_swapped_between_steps() -> None:
-    """As weights of another kind are loaded; torch refuses where somebody refers to a parameter weakly."""
+    """Swap as `load_state_dict` may; torch refuses where somebody refers to a parameter weakly."""
     twins = Twins(layer)
     for seed in range(4):
         if seed == 2:
@@ -160,7 +160,7 @@ def test_copies_of_a_step_train_copies_of_the_model() -> None:
 
 
 def test_a_step_that_was_never_taken_says_so() -> None:
-    """And nothing about compiled models that are to be called."""
+    """Say nothing about compiled models that are to be called."""
     step = compile_step(layer(), chain_loss)
     assert repr(step) == "<step of Sequential, measuring: no step is compiled yet>"
     assert status(step) == str(report(step)).strip() == "measuring: no step is compiled yet"

@@ -177,7 +177,7 @@ def test_a_rehearsal_changes_nothing_that_anybody_sees(gpu: FakeGpu) -> None:
 def test_what_cannot_be_captured_is_told_before_it_is_tried(
     gpu: FakeGpu, weight: torch.Tensor, info_log: pytest.LogCaptureFixture
 ) -> None:
-    """As by how much the buffers do not fit, or, after a rehearsal, that a body waits for the device."""
+    """Say by how much buffers do not fit, or, after a rehearsal, that a body waits for the device."""
     runs = iter(range(100))
 
     def wait(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
