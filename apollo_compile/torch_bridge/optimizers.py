@@ -108,7 +108,7 @@ class OptimizerInParts:
         return None
 
     def step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update the parameters that the optimizer has, with these gradients; they have none in `.grad`."""
+        """Update the parameters that the optimizer has by these gradients; their `.grad` is None before and after."""
         optimizer, members = self._optimizer, dict[int, list[torch.Tensor]]()
         step: Callable[[torch.optim.Optimizer], Any] = type(optimizer).step
         self.updated += parameters

@@ -1,4 +1,4 @@
-"""What a graph returns as a view of a product is not made again by calls whose sizes were freed."""
+"""Views of products that graphs return are made again without calls whose sizes were freed."""
 
 from __future__ import annotations
 
