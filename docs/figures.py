@@ -180,11 +180,11 @@ def first_steps() -> list[float]:
 
 def predictions() -> str:
     """Return the table of `docs/benchmarks.md` with what `explain` predicts beside what was measured."""
-    from apollo_compile.reports.outlook import Outlook, whole_ns_of
+    from apollo_compile.reports.outlook import WHOLE_NS, Outlook
 
     rows = ["| model | predicted by `explain` | measured, every comparison |", "| --- | ---: | --- |"]
     for each in json.loads((RESULTS / "outlook.json").read_text()):
-        outlook = Outlook(whole_ns=whole_ns_of(each["serial_ns"], num_roles=2), predicted_ns=each["predicted_ns"])
+        outlook = Outlook(whole_ns=each["serial_ns"] + 2 * WHOLE_NS, predicted_ns=each["predicted_ns"])
         found = sorted(x.ratio for x in speed_ups() if (x.name, x.batch) == (each["model"], each["batch"]))
         name = f"{NAMES[each['model']]}, batch {each['batch']}"
         rows.append(f"| {name} | {outlook.ratio:.2f}x | {', '.join(f'{ratio:.2f}x' for ratio in found)} |")

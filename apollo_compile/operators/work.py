@@ -149,17 +149,14 @@ def _describe_tensor(tensor: torch.Tensor) -> TensorMeta:
     shape = tuple(expression(size) for size in tensor.shape)
     distinct: Iterable[Expr] = shape
     if tensor.layout is torch.strided:
-        distinct = (size for size, stride in zip(shape, tensor.stride(), strict=True) if not _is_zero(stride))
+        strides = (stride if isinstance(stride, int) else 1 for stride in tensor.stride())  # no symbolic one is zero
+        distinct = (size for size, stride in zip(shape, strides, strict=True) if stride)
     return TensorMeta(
         shape=shape,
         num_bytes=product(distinct) * tensor.dtype.itemsize,
         dtype=str(tensor.dtype).removeprefix("torch."),
         itemsize=tensor.dtype.itemsize,
     )
-
-
-def _is_zero(stride: int | torch.SymInt) -> bool:
-    return isinstance(stride, int) and stride == 0  # a symbolic stride is a product of sizes, none of which is zero
 
 
 def _operator_of(target: object, *, makes_tensors: bool) -> Operator:

@@ -41,7 +41,8 @@ def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     if isinstance(target, torch._ops.OpOverload):
         return tuple(dict.fromkeys(_nodes_in(value for name, value in _arguments(node) if _writes(target, name))))
-    if isinstance(target, torch._ops.HigherOrderOperator) and any(map(_has_write, _inner_graphs(node))):
+    inner = _inner_graphs(node) if isinstance(target, torch._ops.HigherOrderOperator) else ()
+    if any(written_by(each) for graph in inner for each in graph.nodes):
         return tuple(value for value in node.all_input_nodes if value.op != "get_attr")
     return ()
 
@@ -97,7 +98,3 @@ def _inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
             inner = getattr(owner, str(value.target), None)
             if isinstance(inner, fx.GraphModule):
                 yield inner.graph
-
-
-def _has_write(graph: fx.Graph) -> bool:
-    return any(map(written_by, graph.nodes))

@@ -416,14 +416,6 @@ _FEWEST_PARTS = 4
 """Queries, keys and values are three parts, and stay in the segment that reads them."""
 
 
-def _takes_part(node: Node) -> bool:
-    return find_operator(node.target).takes_part and not node.sizes
-
-
-def _puts_part(node: Node) -> bool:
-    return find_operator(node.target).puts_part and not node.sizes
-
-
 def _with_parts(nodes: Sequence[Node], written: Collection[NodeId], is_aligned: Sequence[bool]) -> tuple[Node, ...]:
     """Return the nodes, with views of equal parts of a value marked, and constants with a part: Note [parts].
 
@@ -435,11 +427,14 @@ def _with_parts(nodes: Sequence[Node], written: Collection[NodeId], is_aligned: 
     alike: dict[tuple[NodeKind, *tuple[object, ...]], list[NodeId]] = defaultdict(list)
     changing = set(written)
     for node in nodes:
+        operator = find_operator(node.target)
         if changing & set(node.inputs):
             changing.add(node.id)
-        elif node.kind is NodeKind.CHEAP and _takes_part(node) and is_aligned[node.id]:
+        elif node.sizes:
+            continue
+        elif node.kind is NodeKind.CHEAP and operator.takes_part and is_aligned[node.id]:
             alike[NodeKind.PART, node.inputs, node.target, node.value].append(node.id)
-        elif _puts_part(node) and nodes[node.inputs[0]].kind is NodeKind.CHEAP and not nodes[node.inputs[0]].inputs:
+        elif operator.puts_part and nodes[node.inputs[0]].kind is NodeKind.CHEAP and not nodes[node.inputs[0]].inputs:
             alike[NodeKind.CHEAP, node.inputs[0], node.target, node.value].append(node.id)
     changed = {
         node: replace(nodes[node], kind=kind, work=Work())

@@ -54,11 +54,6 @@ class Outlook:
         return f"about {self.ratio:.2f}x over torch.compile ({times}); {low:.1f} to {high:.1f}"
 
 
-def whole_ns_of(serial_ns: int, *, num_roles: int) -> int:
-    """Return the predicted time of Inductor's whole graph whose segments in turn take `serial_ns`."""
-    return serial_ns + WHOLE_NS * num_roles
-
-
 def outlook_of(graphs: Iterable[GraphSummary]) -> Outlook | None:
     """Return the outlook for graphs on a CPU that run in segments; None for short ones, without one, and on a GPU."""
     planned = [graph for graph in graphs if graph.device.kind == "cpu" and graph.predicted_ns]
@@ -67,9 +62,8 @@ def outlook_of(graphs: Iterable[GraphSummary]) -> Outlook | None:
     num_roles, serial_ns = len({graph.role for graph in planned}), sum(graph.serial_ns for graph in planned)
     if serial_ns < SHORTEST_NS * num_roles:
         return None
-    return Outlook(
-        whole_ns=whole_ns_of(serial_ns, num_roles=num_roles), predicted_ns=sum(graph.predicted_ns for graph in planned)
-    )
+    predicted_ns = sum(graph.predicted_ns for graph in planned)
+    return Outlook(whole_ns=serial_ns + WHOLE_NS * num_roles, predicted_ns=predicted_ns)
 
 
 def planned_state(name: str, outlook: Outlook | None) -> State:

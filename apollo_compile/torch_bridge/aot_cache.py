@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,8 @@ from torch._functorch._aot_autograd import aot_autograd_result
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, FXGraphCacheMiss
 from torch._inductor.output_code import OutputCode
 
-from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.target.target import Run
-from apollo_compile.torch_bridge.signatures import Signatures, check_signatures
-
-_logger = logging.getLogger(__name__)
-
+from apollo_compile.torch_bridge.signatures import Signatures, once_known
 
 Bundle = Callable[[], Any]
 """Returns a graph as data; raises `UnsupportedGraphError` if it cannot be serialized."""
@@ -61,7 +56,7 @@ def unbundled_by(cache: Cache) -> Iterator[None]:
 def may_cache() -> bool:
     """Whether AOTAutograd's cache is enabled, as it is by default, and accepts any kind of compiled graph."""
     is_wanted = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
-    return bool(is_wanted) and hasattr(aot_autograd_result, "BundledOutputCodeLoadable") and _is_known_to_cache()
+    return bool(is_wanted) and hasattr(aot_autograd_result, "BundledOutputCodeLoadable") and _is_known()
 
 
 OUTPUT_CODE: Signatures = {
@@ -72,14 +67,7 @@ OUTPUT_CODE: Signatures = {
 }
 
 
-@functools.cache
-def _is_known_to_cache() -> bool:
-    try:
-        check_signatures(OUTPUT_CODE)
-    except UnsupportedGraphError as error:
-        _logger.warning("graphs are not kept for the next process: %s", error)
-        return False
-    return True
+_is_known = once_known(OUTPUT_CODE, "graphs are not kept for the next process", logging.WARNING)
 
 
 class CachedGraph(OutputCode):

@@ -38,9 +38,8 @@ def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -
 
 
 def _has_other_strides(traced: Any, real: Any) -> bool:
-    if not (isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor)):
-        return False
-    return _exprs(traced.stride()) != _exprs(real.stride())
+    are_tensors = isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor)
+    return are_tensors and _exprs(traced.stride()) != _exprs(real.stride())
 
 
 def _exprs(sizes: Sequence[Any]) -> list[Any]:

@@ -28,11 +28,6 @@ def reason_against_gradients(leaves: Iterable[torch.Tensor]) -> str | None:
     return None
 
 
-def is_compiled_module(model: object) -> bool:
-    """Return whether a module is the result of `torch.compile`."""
-    return hasattr(model, "_orig_mod")
-
-
 def times_written(tensor: torch.Tensor) -> int:
     """Return how often a tensor has been written to, as autograd counts it; 0 for one that has no count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,6 +13,8 @@ from apollo_compile.errors import UnsupportedGraphError
 
 Signatures = Mapping[tuple[type, str], tuple[str, ...]]
 """By class and method, its parameters in each of the tested releases of torch."""
+
+_logger = logging.getLogger(__name__)
 
 ADVICE = "install a release of torch that apollo_compile was tested with (docs/versions.md lists them)"
 
@@ -30,3 +34,18 @@ def check_signatures(known: Signatures) -> None:
             raise UnsupportedGraphError(
                 f"torch's {owner.__name__} changed: expected {expected}; torch {torch.__version__} {has}; {ADVICE}"
             )
+
+
+def once_known(known: Signatures, otherwise: str, level: int) -> Callable[[], bool]:
+    """Return a function that says whether signatures are as known; at its first call it logs what happens otherwise."""
+
+    @functools.cache
+    def is_known() -> bool:
+        try:
+            check_signatures(known)
+        except UnsupportedGraphError as error:
+            _logger.log(level, "%s: %s", otherwise, error)
+            return False
+        return True
+
+    return is_known

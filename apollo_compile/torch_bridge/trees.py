@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -50,12 +50,11 @@ def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]]
     Hugging Face's tokenizers are.
     """
     leaves, structure = pytree.tree_flatten(tree)
-    names = [() if isinstance(leaf, torch.Tensor) else _names_of(leaf) for leaf in leaves]
-    if not any(names):
+    named = [{} if isinstance(leaf, torch.Tensor) else _parts_of(leaf) for leaf in leaves]
+    if not any(named):
         return leaves, str(structure), lambda others: pytree.tree_unflatten(list(others), structure)
-    parts = [
-        [leaf] if not own else [_part(leaf, name) for name in own] for leaf, own in zip(leaves, names, strict=True)
-    ]
+    names = list(map(list, named))
+    parts = [list(own.values()) if own else [leaf] for leaf, own in zip(leaves, named, strict=True)]
     inner, inner_structure, build = flatten_objects(parts)
 
     def build_all(others: Sequence[Any]) -> Any:
@@ -79,18 +78,12 @@ def kind_of_tree(tree: Any) -> Any:
     return kind if leaves and leaves[0] is tree else (structure, tuple(map(kind_of_tree, leaves)))
 
 
-def _names_of(value: Any) -> Sequence[str]:
-    """Return the names of the parts of an object; none of what is no tree."""
-    if isinstance(value, UserDict):
-        return list(value)
-    if isinstance(value, SimpleNamespace):
-        return list(vars(value))
+def _parts_of(value: Any) -> Mapping[str, Any]:
+    """Return the parts of an object by their names; none of what is no tree."""
+    if isinstance(value, UserDict | SimpleNamespace):
+        return dict(value) if isinstance(value, UserDict) else vars(value)
     is_data = is_dataclass(value) and not isinstance(value, type)
-    return [each.name for each in fields(value)] if is_data else []
-
-
-def _part(value: Any, name: str) -> Any:
-    return value[name] if isinstance(value, UserDict) else getattr(value, name)
+    return {each.name: getattr(value, each.name) for each in fields(value)} if is_data else {}
 
 
 def _with_parts(value: Any, names: Sequence[str], parts: Sequence[Any]) -> Any:

@@ -15,7 +15,6 @@ https://doi.org/10.1145/2063384.2063405
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -27,16 +26,16 @@ from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
 from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
 
-from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.torch_bridge.signatures import Signatures, check_signatures
-
-_logger = logging.getLogger(__name__)
+from apollo_compile.torch_bridge.signatures import Signatures, once_known
 
 VECTORS: Signatures = {
     (cpp.CppVecOverrides, "rand"): ("seed, offset",),
     (cpp.CppVecKernel, "_get_vec_load_line"): ("self, var, index, dtype, load_mask",),
     (cpp.CppVecKernel, "_get_store_line"): ("self, value, var, index, dtype, accu_store",),
 }
+
+_SLOWER = "random numbers and masks are handled one element after the other, which takes longer"
+_is_known = once_known(VECTORS, _SLOWER, logging.INFO)
 
 _DRAW = """\
 [&]()
@@ -78,7 +77,6 @@ _DRAW = """\
 ()"""
 """Philox with counters (offset, 0, 0, 0) and the key (seed, 0): products of the lower halves of words, whose upper
 halves need not be cleared."""
-
 
 _LOAD = (
     "[](const bool* from, int count) {{ alignas(64) int words[{size}] = {{}}; "
@@ -130,17 +128,6 @@ def _words_for(kernel: Any, var: Any, index: Any) -> dict[str, Any]:
     """Return how many elements a vector of a loop has, how many of them are used, and where they are in memory."""
     place = {"address": f"{var} + {cexpr_index(index)}", "num_elems": cexpr_index(kernel.num_elems)}  # type: ignore[no-untyped-call]
     return {"size": kernel.tiling_factor, "vectors": kernel._get_num_vectors(torch.float), **place}
-
-
-@functools.cache
-def _is_known() -> bool:
-    """Whether this torch is known to work with it; if not, say so once per process."""
-    try:
-        check_signatures(VECTORS)
-    except UnsupportedGraphError as error:
-        _logger.info("random numbers and masks are handled one element after the other, which takes longer: %s", error)
-        return False
-    return True
 
 
 def _rand(seed: Any, offset: Any) -> Any:

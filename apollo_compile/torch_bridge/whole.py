@@ -108,9 +108,7 @@ def compile_apart(graph_module: fx.GraphModule, work: Callable[[], _Result]) -> 
         thread.start()
         return made.result()
     finally:
-        if (
-            thread.ident is not None and not made.done()
-        ):  # an interrupt: the next compile must not begin beside this one
+        if thread.ident is not None and not made.done():  # interrupted: the next compile must not begin beside this one
             pythonapi.PyThreadState_SetAsyncExc(c_ulong(thread.ident), py_object(KeyboardInterrupt))
             thread.join()
 

@@ -20,6 +20,9 @@ CASES: list[tuple[str, Mapping[str, Any]]] = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "maximize": True}),
     ("AdamW", {"lr": 0.1}),
     ("AdamW", {"lr": 0.1, "fused": True}),
+    ("AdamW", {"lr": 0.1, "fused": True, "amsgrad": True, "maximize": True}),
+    ("Adam", {"lr": 0.1, "fused": True, "weight_decay": 0.1, "betas": (0.8, 0.9)}),
+    ("Adam", {"lr": torch.tensor(0.1), "fused": True}),
     ("AdamW", {"lr": 0.1, "foreach": True}),
     ("Adam", {"lr": 0.1, "amsgrad": True}),
     ("Adam", {"lr": torch.tensor(0.1)}),
@@ -39,10 +42,11 @@ def gradients_of(step: int, shapes: list[torch.Size]) -> list[torch.Tensor]:
 def test_steps_in_parts_are_those_of_the_optimizer(
     name: str, settings: Mapping[str, Any], are_numbers_fixed: bool
 ) -> None:
-    """Parameters and state, up to the rounding of a fused kernel; bit by bit with deterministic algorithms."""
+    """Parameters and state: up to rounding where the kernel is chosen for the user, else bit by bit."""
     torch.manual_seed(0)
     with changed(torch.use_deterministic_algorithms, are_numbers_fixed, False):
-        mine = [torch.nn.Parameter(torch.randn(3 + number, 4)) for number in range(4)]
+        dtypes = [torch.float32, torch.float32, torch.float64, torch.float32]
+        mine = [torch.nn.Parameter(torch.randn(3 + number, 4, dtype=each)) for number, each in enumerate(dtypes)]
         others = copy.deepcopy(mine)
         own, expected = (
             getattr(torch.optim, name)([{"params": each[:2]}, {"params": each[2:], "lr": 0.01}], **settings)
@@ -51,7 +55,8 @@ def test_steps_in_parts_are_those_of_the_optimizer(
         parts = OptimizerInParts(own)
         assert OptimizerInParts.problem_of(own) is None
         for number in range(4):
-            gradients = gradients_of(number, [each.shape for each in mine])
+            made = gradients_of(number, [each.shape for each in mine])
+            gradients = [gradient.to(each.dtype) for gradient, each in zip(made, mine, strict=True)]
             for parameter, gradient in zip(others, gradients, strict=True):
                 parameter.grad = gradient.contiguous()
             expected.step()
@@ -66,7 +71,8 @@ def test_steps_in_parts_are_those_of_the_optimizer(
             parts.step(mine[1:3], gradients[1:3])
             parts.step([mine[0], mine[3]], [gradients[0], gradients[3]])
             assert all(parameter.grad is None for parameter in mine)
-    tolerance = {"rtol": 0.0, "atol": 0.0} if are_numbers_fixed else {"rtol": 1e-5, "atol": 1e-6}
+    is_exact = are_numbers_fixed or "fused" in settings
+    tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(mine, others, **tolerance)
     torch.testing.assert_close(own.state_dict(), expected.state_dict(), **tolerance)
 
@@ -196,3 +202,20 @@ def test_schedulers_see_steps_in_parts() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
+
+
+def test_a_step_in_parts_obeys_a_gradient_scaler_and_is_named_in_a_profile() -> None:
+    """`grad_scale` and `found_inf`, which a scaler sets, count; and the profiler finds the optimizer's step."""
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.Adam([parameter], fused=True)
+    parts, gradient = OptimizerInParts(optimizer), torch.ones(8)
+    parts.step([parameter], [gradient])
+    before = parameter.detach().clone()
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())  # type: ignore[attr-defined]
+    parts.step([parameter], [gradient])
+    assert torch.equal(parameter, before)
+    optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+    with torch.profiler.profile() as profile:
+        parts.step([parameter], [gradient])
+    assert not torch.equal(parameter, before)
+    assert "Optimizer.step#Adam.step" in {event.key for event in profile.key_averages()}

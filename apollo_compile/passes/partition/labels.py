@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from apollo_compile.ir import Capture, KernelKind, NodeId, Role
+from apollo_compile.ir import Capture, KernelKind, Role
 from apollo_compile.passes.partition.clusters import Clusters
 
 PLACES = ("pre", "mid", "post")
@@ -195,7 +195,8 @@ def find_weight_gradients(
     its group belong to it, and so do predecessors that nothing else needs.
     """
     successors, order = _successors(clusters.predecessors), range(len(groups))
-    is_matmul = [_is_matmul(capture, members) for members in clusters.members]
+    parts = ([part.kind for node in members for part in capture.nodes[node].work.parts] for members in clusters.members)
+    is_matmul = [KernelKind.MATMUL in kinds for kinds in parts]
     may_be = [capture.role is Role.BACKWARD or backward for backward in clusters.are_backward]
     stays_in_group, has_no_later_matmul, found = [False] * len(groups), [False] * len(groups), [False] * len(groups)
     for cluster in reversed(order):
@@ -230,10 +231,6 @@ def group_apart(clusters: Clusters, labels: list[str], is_apart: list[bool]) -> 
         apart = [level[other] + (labels[other] != labels[cluster]) for other in before if is_apart[other]]
         level.append(max(apart, default=0))
     return number(zip(labels, level, strict=True))
-
-
-def _is_matmul(capture: Capture, members: list[NodeId]) -> bool:
-    return any(part.kind is KernelKind.MATMUL for node in members for part in capture.nodes[node].work.parts)
 
 
 def number(keys: Iterable[Hashable]) -> list[int]:

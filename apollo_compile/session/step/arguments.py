@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.session.step.split import Split, Weigh
-from apollo_compile.torch_bridge.private_attributes import is_compiled_module
+from apollo_compile.torch_bridge.compile_context import original_callable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ def check_arguments(
     """
     if not isinstance(model, nn.Module):
         raise TargetError(f"cannot compile steps of a {type(model).__name__}: expected a torch.nn.Module")
-    if is_compiled_module(model):
+    if original_callable(model) is not model:
         raise TargetError("the model is compiled already: pass the module that was given to torch.compile")
     if not callable(loss_fn):
         raise TargetError(f"loss_fn is a {type(loss_fn).__name__}; expected a function, loss_fn(model, micro_batch)")

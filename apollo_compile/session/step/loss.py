@@ -52,7 +52,9 @@ class CompiledLoss:
         self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
         """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
         self._num_seen: dict[Hashable, int] = {}
-        """Number of steps that the latest kinds of micro-batches had."""
+        """Number of steps that the latest kinds of micro-batches had, at least if it is below `FREQUENT`."""
+        self._latest_kind: Hashable = None
+        """The kind of all micro-batches in the latest step; None if they were not alike."""
         self._first_kinds: dict[int, Hashable] = {}
         """The first kind of micro-batch, by number of micro-batches in a step."""
         weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
@@ -104,6 +106,9 @@ class CompiledLoss:
     def note_step(self, parts: Sequence[Any]) -> tuple[Hashable, LossGraph | None]:
         """Count the kinds of a step's micro-batches; return their key, and the graph that ran for it last."""
         key = self.key_of(parts)
+        if key is not None and key == self._latest_kind and self._num_seen[key] >= FREQUENT:
+            return key, self._graph_of.get(key)
+        self._latest_kind = key
         for kind in {key} if key is not None else {self.key_of([part]) for part in parts}:
             self._first_kinds.setdefault(len(parts), kind)
             self._num_seen[kind] = self._num_seen.pop(kind, 0) + 1

@@ -45,6 +45,8 @@ class StepProgram:
     """Whether gradients are clipped inside."""
     named_parameters: Mapping[str, torch.Tensor]
     """All parameters of the model, by name."""
+    parameters: Sequence[torch.Tensor] = field(init=False)
+    """Parameters that get gradients."""
     kept: Sequence[torch.Tensor] = field(init=False)
     """Parameters whose gradients it returns, in their order among the outputs."""
     _released: Set[int] = field(init=False)
@@ -67,6 +69,7 @@ class StepProgram:
     def __post_init__(self) -> None:
         """Prepare places and tensors that every step needs."""
         micro, kept, shared = self.micro, self.step.kept, self.step.shared_inputs.shared
+        self.parameters = list(micro.parameters.values())
         self.kept = [micro.parameters[place] for place in kept]
         self._released = {id(parameter) for place, parameter in micro.parameters.items() if place not in kept}
         self._shared, self._own = sorted(shared), sorted({*range(micro.num_inputs)} - {*micro.state, *shared})
@@ -84,11 +87,6 @@ class StepProgram:
     def _sharded(self) -> ShardedModel | None:
         """Model whose parameters are sharded; None where every rank has them whole."""
         return None if self.step.averages is None else self.step.averages.sharded
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """Parameters that get gradients."""
-        return list(self.micro.parameters.values())
 
     def reason_for_loop(self) -> str | None:
         """Return why a step has to be a loop now; None if the program can take it.

@@ -51,7 +51,7 @@ def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
     Raises:
         TargetError: they have no sum to divide by.
     """
-    counts = [1.0 if weigh is None else float(weigh(part)) for part in parts]
+    counts = [1.0] * len(parts) if weigh is None else [float(weigh(part)) for part in parts]
     if not sum(counts) or not math.isfinite(sum(counts)):
         raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a finite sum other than zero")
     return [count / sum(counts) for count in counts]
@@ -59,8 +59,8 @@ def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
 
 def kind_of(parts: Sequence[Any]) -> Hashable | None:
     """Return structure, shapes and dtypes, for which micro-batches are compiled; None if they are not alike."""
-    kinds = set(map(kind_of_tree, parts))
-    return kinds.pop() if len(kinds) == 1 else None
+    first, *others = map(kind_of_tree, parts)
+    return first if all(each == first for each in others) else None
 
 
 def _refuse_lists(value: Any, size: int, count: int) -> None:

@@ -37,7 +37,8 @@ def settle_resizes(graph: fx.Graph) -> None:
     """By memory, where it is copied into an input."""
     for node in graph.nodes:
         first: Any = node.args[0] if node.args else None
-        memories[node] = memories[first] if _has_memory_of_first(node) else node
+        is_of_first = is_view(node) and (node.target is not operator.getitem or is_view(first))  # else it is a result
+        memories[node] = memories[first] if is_of_first else node
         if resizes_storage(node):
             resizes[memories[first]].append(node)
         elif node.target is _copy and isinstance(node.args[1], fx.Node):
@@ -59,8 +60,3 @@ def _free_instead(copy: Any, memories: Mapping[fx.Node, fx.Node], resize: fx.Nod
         copy.graph.create_node("call_function", resize.target, (memories[copy.args[0]], *resize.args[1:]))
     copy.replace_all_uses_with(copy.args[0])
     copy.graph.erase_node(copy)
-
-
-def _has_memory_of_first(node: Any) -> bool:
-    """Whether a node is a view of its first argument; outputs of an operator that returns no views are not."""
-    return is_view(node) and (node.target is not operator.getitem or is_view(node.args[0]))

@@ -210,7 +210,9 @@ class CudaExecutable:
                 return "its graph is kept for another backward, whose inputs a replay would overwrite"
             self._log_hooks()
             return None if self.shared.contents is not None else _IN_USE  # its forward replayed when nothing was
-        if self.graph.role is Role.FORWARD and _has_other_ranks():
+        # Collectives may read gradients on streams of their own.
+        has_others = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.graph.role is Role.FORWARD and has_others:
             self.shared.copy_gradients("torch.distributed is initialized, and a replay does not wait for collectives")
         if self.shared.is_free():
             return None
@@ -296,8 +298,3 @@ class CudaExecutable:
             returned = captured.replay(self.gpu, inputs)
         inputs.clear()
         return returned
-
-
-def _has_other_ranks() -> bool:
-    """Whether collectives may read gradients on streams of their own."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
