@@ -53,8 +53,8 @@ class CompiledLoss:
         """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
         self._num_seen: dict[Hashable, int] = {}
         """Number of steps that the latest kinds of micro-batches had, at least if it is below `FREQUENT`."""
-        self._latest_kind: Hashable = None
-        """The kind of all micro-batches in the latest step; None if they were not alike."""
+        self._latest: tuple[Hashable, weakref.ref[LossGraph] | None] = (None, None)
+        """A frequent key and its graph, while steps have them."""
         self._first_kinds: dict[int, Hashable] = {}
         """The first kind of micro-batch, by number of micro-batches in a step."""
         weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
@@ -88,6 +88,7 @@ class CompiledLoss:
                 raise
         loss = self._in_pieces(part)  # an error of the loss function itself says nothing of the next batch
         self._graph_of.pop(self.key_of([part]), None)
+        self._latest = (None, None)
         if not self.why_in_pieces:
             self.why_in_pieces = f"the loss function is not one graph: {problem}{way_out(problem)}"
             if is_hit:  # graphs that it has still run, and it is not asked for others again
@@ -106,19 +107,22 @@ class CompiledLoss:
     def note_step(self, parts: Sequence[Any]) -> tuple[Hashable, LossGraph | None]:
         """Count the kinds of a step's micro-batches; return their key, and the graph that ran for it last."""
         key = self.key_of(parts)
-        if key is not None and key == self._latest_kind and self._num_seen[key] >= FREQUENT:
-            return key, self._graph_of.get(key)
-        self._latest_kind = key
+        latest, graph = self._latest
+        if graph is not None and key == latest and (known := graph()) is not None:
+            return latest, known
         for kind in {key} if key is not None else {self.key_of([part]) for part in parts}:
             self._first_kinds.setdefault(len(parts), kind)
             self._num_seen[kind] = self._num_seen.pop(kind, 0) + 1
             if len(self._num_seen) > MAX_KINDS:
                 del self._num_seen[next(iter(self._num_seen))]
-        return key, None if key is None else self._graph_of.get(key)
+        found = None if key is None else self._graph_of.get(key)
+        if found is not None and self._num_seen[key] >= FREQUENT:
+            self._latest = key, weakref.ref(found)
+        return key, found
 
     def note_graph(self, key: Hashable, graph: LossGraph) -> None:
         """Note that this graph ran for these micro-batches."""
-        self._graph_of[key] = graph
+        self._graph_of[key], self._latest = graph, (None, None)
         self.graphs.add(graph)
 
     def note_inputs(self, parts: Sequence[Any], graph: LossGraph) -> tuple[Sequence[Noted], Sequence[Any]] | None:

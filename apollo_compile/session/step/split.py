@@ -52,9 +52,10 @@ def weigh_parts(parts: Sequence[Any], weigh: Weigh | None) -> Sequence[float]:
         TargetError: they have no sum to divide by.
     """
     counts = [1.0] * len(parts) if weigh is None else [float(weigh(part)) for part in parts]
-    if not sum(counts) or not math.isfinite(sum(counts)):
+    total = sum(counts)
+    if not total or not math.isfinite(total):
         raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a finite sum other than zero")
-    return [count / sum(counts) for count in counts]
+    return [count / total for count in counts]
 
 
 def kind_of(parts: Sequence[Any]) -> Hashable | None:

@@ -92,8 +92,6 @@ class Step:
         self._outputs = Outputs()  # the last ones may be large, and a step that fails has none
         with nullcontext() if self._data_parallel is None else self._data_parallel.opened():
             self._outputs = Outputs(self._take(parts, weights), weights)
-        if self._optimizer is not None and not settings.keep_gradients:
-            zero_gradients(self._optimizer)
         loss: torch.Tensor = weighted_sum([loss_in(each) for each in self._outputs.returned], weights)
         return loss
 
@@ -219,8 +217,8 @@ class Step:
             placeholder.set_(output)  # type: ignore[call-overload]
         tuner.held_back = None
         program.leave_gradients(gradients)
-        if program.optimizer is None and self._optimizer is not None:
-            self._optimizer.step()
+        if program.optimizer is None:
+            self._step_optimizer()
         return [with_values(each) for each in returned] if graph.numbers else returned
 
     def _note_inputs(
@@ -285,11 +283,17 @@ class Step:
         clip = torch.nn.utils.clip_grad_norm_ if self._data_parallel is None else self._data_parallel.clip
         if self._settings.clip_grad_norm is not None:
             clip(self._model.parameters(), self._settings.clip_grad_norm)
+        if self._optimizer is not None and not self._has_stepped:
+            torch.cuda.empty_cache()  # its state stays: in a block of activations, it would keep all of the block
+        self._has_stepped = True
+        self._step_optimizer()
+
+    def _step_optimizer(self) -> None:
+        """Step the optimizer, and release the gradients that it has used."""
         if self._optimizer is not None:
-            if not self._has_stepped:  # its state stays: in a block of activations, it would keep all of the block
-                torch.cuda.empty_cache()
-            self._has_stepped = True
             self._optimizer.step()
+            if not self._settings.keep_gradients:
+                zero_gradients(self._optimizer)
 
 
 def _loop_first(graph: LossGraph) -> State:
