@@ -80,10 +80,10 @@ def compile_again(
             check_layouts("the whole graph", compiled, layouts)
             return with_numbers(compiled, fakes)
 
-    return compile_apart(piece, work)
+    return compile_on_thread(piece, work)
 
 
-def compile_apart(graph_module: fx.GraphModule, work: Callable[[], _Result]) -> _Result:
+def compile_on_thread(graph_module: fx.GraphModule, work: Callable[[], _Result]) -> _Result:
     """Return what `work` does to compile a post-AOT graph, or pieces of it, after AOTAutograd has finished.
 
     It runs on a thread of its own, because the caller may be inside a user's step, under autocast or inference mode.

@@ -10,7 +10,7 @@ import time
 import pytest
 from torch import fx
 
-from apollo_compile.torch_bridge.whole import compile_apart
+from apollo_compile.torch_bridge.whole import compile_on_thread
 
 
 def test_an_interrupt_ends_a_compile_on_its_own_thread_too() -> None:
@@ -34,7 +34,7 @@ def test_an_interrupt_ends_a_compile_on_its_own_thread_too() -> None:
     try:
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
-            compile_apart(fx.GraphModule({}, fx.Graph()), work)
+            compile_on_thread(fx.GraphModule({}, fx.Graph()), work)
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.is_set()
