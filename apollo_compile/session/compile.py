@@ -164,10 +164,10 @@ class GraphCompiler:
         try:
             run = self._compile_whole(graph_module, example_inputs, **kwargs)
         except Exception as failure:
-            if role is not Role.BACKWARD or not model.warm_start.has_bundles:
+            if role is not Role.BACKWARD or model.warm_start.bundles is None:
                 raise
             return _failing_run(failure), None  # it compiles with the forward, and may never be called
-        return run, partial(restorer.bundle_whole, role, fallback, run)
+        return run, partial(restorer.bundle_fallback, role, fallback, run)
 
     def _compile_in_segments(
         self, traced: TracedGraph, *, name: str, role: Role

@@ -139,14 +139,11 @@ class Restorer:
         log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")
         return graph
 
-    def bundle_fallback(self, role: Role, fallback: Fallback) -> FallbackBundle:
-        """Return the bundle of a graph whose Dynamo graph falls back."""
+    def bundle_fallback(self, role: Role, fallback: Fallback, run: Run | None = None) -> FallbackBundle:
+        """Return the bundle of a graph that falls back; `run` is Inductor's code if its Dynamo graph does not."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
-        return FallbackBundle(role=role, fallback=fallback, history_key=key)
-
-    def bundle_whole(self, role: Role, fallback: Fallback, run: Run) -> FallbackBundle:
-        """Return the bundle of a graph that Inductor compiled whole."""
-        return replace(self.bundle_fallback(role, fallback), code=serialize.bundle_code(run))
+        code = None if run is None else serialize.bundle_code(run)
+        return FallbackBundle(role=role, fallback=fallback, history_key=key, code=code)
 
     def bundle_segments(
         self, graph: CompiledGraph, original: fx.GraphModule | None, kwargs: Mapping[str, Any]

@@ -48,15 +48,10 @@ class WarmStart:
     """Why the existing bundles cannot be used."""
     _keys: dict[str, str] = field(default_factory=dict)
     """Keys of findings, by the name of the graph."""
-    _bundles: History | None = None
-    """History with the current generation of bundles; None where graphs are not cached."""
+    bundles: History | None = None
+    """History with the current generation of bundles; None where graphs do not go into AOTAutograd's cache."""
     _bundle_name: str = ""
     """Their key without the generation; a new generation begins when a bundle turns out to be unusable."""
-
-    @property
-    def has_bundles(self) -> bool:
-        """Whether graphs go into AOTAutograd's cache; then a backward is compiled with its forward."""
-        return self._bundles is not None
 
     def key_of(self, name: str) -> str | None:
         """Return the key of a graph's finding; None where it is not kept."""
@@ -112,16 +107,16 @@ class WarmStart:
             return None
         if has_custom_operator(graph_module) or config.device.cache is None:
             return None
-        self._bundles = History(config.device.cache / "history")
+        self.bundles = History(config.device.cache / "history")
         content = module_paths(graph_module) + describe_sharing(example_inputs)
         self._bundle_name = bundle_key(self._circumstances, f"step {content}" if self.is_for_step else content)
-        return f"{self._bundle_name} {self._bundles.generation(self._bundle_name)}"
+        return f"{self._bundle_name} {self.bundles.generation(self._bundle_name)}"
 
     def outdate(self, error: Exception) -> None:
         """Record that a bundle cannot be used, and begin a new generation, so that the next process ignores it."""
         self.outdated = error
-        if self._bundles is not None:
-            self._bundles.begin_generation(self._bundle_name)
+        if self.bundles is not None:
+            self.bundles.begin_generation(self._bundle_name)
 
     @property
     def _history(self) -> History | None:

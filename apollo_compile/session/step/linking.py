@@ -153,7 +153,7 @@ class Linker:
             micro=micro,
             step=step,
             optimizer=optimizer,
-            is_clipped=self._clip_grad_norm is not None,
+            clip_grad_norm=self._clip_grad_norm,
             named_parameters=parameters,
         )
         is_compared = may_be_compared(self._config) and graph.model.ranks.is_alone

@@ -41,8 +41,8 @@ class StepProgram:
     """Graph of the step, composed of them."""
     optimizer: OptimizerInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
-    is_clipped: bool
-    """Whether gradients are clipped inside."""
+    clip_grad_norm: float | None
+    """Norm to which gradients are clipped inside; None if they are not."""
     named_parameters: Mapping[str, torch.Tensor]
     """All parameters of the model, by name."""
     parameters: Sequence[torch.Tensor] = field(init=False)
@@ -74,7 +74,8 @@ class StepProgram:
         self._released = {id(parameter) for place, parameter in micro.parameters.items() if place not in kept}
         self._shared, self._own = sorted(shared), sorted({*range(micro.num_inputs)} - {*micro.state, *shared})
         trained = set(map(id, micro.parameters.values()))
-        self._others = [p for p in self.named_parameters.values() if self.is_clipped and id(p) not in trained]
+        clipped = () if self.clip_grad_norm is None else self.named_parameters.values()
+        self._others = [each for each in clipped if id(each) not in trained]
         stepped = [place for place, at in enumerate(micro.state) if at in micro.parameters]
         self._written = WrittenMemory(stepped if self.optimizer is not None else [])
 
@@ -109,7 +110,7 @@ class StepProgram:
             parameters = [*parameters, *map(self._sharded.owner_of, parameters)]
         if (reason := reason_against_gradients(parameters)) is not None:
             return reason
-        are_all_needed = self.is_clipped or self.step.averages is not None
+        are_all_needed = self.clip_grad_norm is not None or self.step.averages is not None
         for parameter in parameters:
             if parameter.grad is not None:
                 if are_all_needed or (self.optimizer is not None and self.optimizer.has(parameter)):
@@ -205,9 +206,14 @@ class StepProgram:
         """
         parameters, optimizer = self.parameters, self.optimizer
         gradients = own_gradients(gradients, parameters, shared)
-        if optimizer is None or self.is_clipped or self.step.averages is not None:
+        if optimizer is None or self.step.averages is not None:
             leave_gradients(parameters, gradients)
             return False
+        if self.clip_grad_norm is not None:
+            leave_gradients(parameters, gradients)
+            torch.nn.utils.clip_grad_norm_(self.named_parameters.values(), self.clip_grad_norm)  # in place
+            for parameter in parameters:
+                parameter.grad = None
         with self._stepping(parameters):
             optimizer.step(parameters, gradients)
         if self.kept:

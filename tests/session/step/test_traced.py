@@ -149,7 +149,7 @@ def test_a_gradient_that_is_the_weight_of_a_micro_batch_is_a_copy_of_it(monkeypa
     model = nn.Sequential(nn.Linear(16, 16))
     model.register_parameter("offset", nn.Parameter(torch.zeros(())))
     expected = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, expected)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, eps=0.01) for each in (model, expected)]
 
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return chain_loss(model, batch) + model.offset
