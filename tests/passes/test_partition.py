@@ -658,12 +658,12 @@ def test_every_graph_has_a_legal_partition(seed: int) -> None:
     made = random_capture(rng)
     check_capture(made)
     least, most = rng.choice((0.0, 0.005, 0.2, 1.0)), rng.choice((0.0, 0.1, 0.5, 1.0))
-    counts = []
-    for options in ({"granularity": "module"}, {}, {"weight_gradients": "apart"}):
+    apart, backward, counts = {"weight_gradients": "apart"}, replace(made, role=Role.BACKWARD), []
+    for graph, options in ((made, {"granularity": "module"}), (made, {}), (made, apart), (backward, apart)):
         config = PartitionConfig(**options, min_segment_share=least, max_segment_share=most)
-        partition = partition_graph(made, config=config)
-        check_partition(partition, made)
-        assert partition_graph(made, config=config) == partition
+        partition = partition_graph(graph, config=config)
+        check_partition(partition, graph)
+        assert partition_graph(graph, config=config) == partition
         counts.append(len(partition.graph.segments))
     assert counts[0] <= counts[1]
 

@@ -228,8 +228,8 @@ def group_apart(clusters: Clusters, labels: list[str], is_apart: list[bool]) -> 
     """
     level: list[int] = []
     for cluster, before in enumerate(clusters.predecessors):
-        apart = [level[other] + (labels[other] != labels[cluster]) for other in before if is_apart[other]]
-        level.append(max(apart, default=0))
+        below = (other for other in before if is_apart[other] or level[other])
+        level.append(max((level[other] + (labels[other] != labels[cluster]) for other in below), default=0))
     return number(zip(labels, level, strict=True))
 
 
