@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apollo_compile.autotune.candidates import MAX_STEP_NS, Candidate, CandidateError, Candidates, CompileBudget
-from tests.autotune.machine import INDUCTOR, LOOP, PLAN, SERIAL, TRACED, S, earlier
+from tests.autotune.machine import INDUCTOR, PLAN, SERIAL, TRACED, S, earlier
 
 
 def late(variant: Any, error: type[BaseException] | None = None, **rest: Any) -> Candidate:
@@ -19,18 +19,6 @@ def late(variant: Any, error: type[BaseException] | None = None, **rest: Any) ->
             raise error
 
     return Candidate(variant=variant, prepare=prepare, cost_ns=5, is_late=True, **rest)
-
-
-def test_a_late_candidate_can_run_once_it_is_compiled() -> None:
-    """Until then the others can, the simplest first; the first of the late ones is due when its cost is allowed."""
-    candidates = Candidates([Candidate(variant=LOOP), late(TRACED), late(INDUCTOR), Candidate(variant=PLAN)])
-    assert (candidates.compiled(), candidates.late) == ([LOOP, PLAN], (TRACED, INDUCTOR))
-    assert candidates.due(lambda ns: ns <= 5) == TRACED and candidates.due(lambda ns: ns < 5) is None
-    candidates.prepare(TRACED)
-    assert (candidates.compiled(), candidates.late) == ([LOOP, TRACED, PLAN], (INDUCTOR,))
-    assert candidates.in_order([PLAN, LOOP, SERIAL]) == [LOOP, PLAN]
-    candidates.forget(LOOP)
-    assert candidates.compiled() == [TRACED, PLAN]
 
 
 @pytest.mark.parametrize(("error", "left"), [(CandidateError, (INDUCTOR,)), (KeyboardInterrupt, (TRACED, INDUCTOR))])
