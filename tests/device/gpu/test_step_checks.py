@@ -10,7 +10,7 @@ import torch
 from benchmarks import gpu_step_checks as checks
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.test_checks import DEVICE
-from tests.device.gpu.test_steps import gpu, units  # noqa: F401
+from tests.device.gpu.test_steps import gpu  # noqa: F401
 
 
 @pytest.fixture

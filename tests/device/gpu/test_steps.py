@@ -16,7 +16,6 @@ from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import Variant
 from apollo_compile.store.profiles import load_profile
-from apollo_compile.target.profile import limit_units
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.builders import most_at_once
@@ -61,17 +60,9 @@ class Teacher:
 
 
 @pytest.fixture
-def units() -> int:
-    """Return the number of SMs."""
-    return 132
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, units: int) -> FakeGpu:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """Let tensors on the CPU be on a GPU, and let torch.compile interpret, which takes no time."""
-    gpu = BusyGpu(units)
-    profile = load_profile(Path("h200"))
-    profile = profile if units == profile.units else limit_units(profile, units)
+    gpu, profile = BusyGpu(), load_profile(Path("h200"))
     monkeypatch.setattr(
         "apollo_compile.session.backend.open_target",
         lambda _, config: (GpuTarget(gpu, profile, config, device=torch.device("cpu")), None),
