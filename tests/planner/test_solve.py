@@ -14,7 +14,7 @@ from apollo_compile.planner.greedy import greedy_schedules
 from apollo_compile.planner.problem import Problem, TaskSchedule
 from apollo_compile.planner.simulate import Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
-from tests.builders import a_task, interfering, limited, on_halves, random_problem, realistic_problems, seeds
+from tests.builders import interfering, limited, random_problem, realistic_problems, seeds
 from tests.planner.oracle import SMALL, find_optimum
 
 QUICK = Effort(work_s=0.4, time_limit_s=60.0)
@@ -90,17 +90,6 @@ def _least_executed(problem: Problem) -> int:
         if all(order.index(p) < order.index(t) for t in range(num_tasks) for p in problem.tasks[t].predecessors)
         for modes in product(*(range(len(task.modes)) for task in problem.tasks))
     )
-
-
-def test_where_neighbours_hurt_too_much_serial_stays() -> None:
-    """Side by side is shorter alone, and longer with interference."""
-    problem = on_halves(2 * [a_task(60, 100, 100, memory_share=1.0)])
-    assert solve(problem, QUICK).schedule.makespan == 100
-    hurting = interfering(problem, 1.5)
-    solution = solve(hurting, QUICK)
-    assert solution.schedule == serial_schedule(hurting)
-    assert solution.candidates[solution.chosen].name == "serial"
-    assert min(candidate.makespan for candidate in solution.candidates) == 100
 
 
 @pytest.mark.parametrize("name", ["clip 4", "imagebind 6 split", "microbatches 4 x 2+3"])
