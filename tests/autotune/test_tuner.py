@@ -38,15 +38,6 @@ def test_without_a_share_nothing_late_is_ever_compiled() -> None:
     assert subject.prepared == [] and subject.winners == [PLAN]
 
 
-def test_an_urgent_candidate_is_compiled_before_the_verdict() -> None:
-    """There is one verdict, of all of them."""
-    subject = Subject({SERIAL: 11, PLAN: 10, INDUCTOR: 8})
-    subject.offer(subject.late(INDUCTOR, cost_s=100.0, is_urgent=lambda verdict: verdict.winner == PLAN), SERIAL, PLAN)
-    subject.run(ENOUGH)
-    assert subject.winners == [INDUCTOR] and subject.prepared == [INDUCTOR]
-    assert {each.name for each in subject.verdicts[0].standings} == {SERIAL, PLAN, INDUCTOR}
-
-
 @pytest.mark.parametrize("is_urgent", [True, False])
 def test_a_candidate_that_cannot_be_compiled_is_tried_once(is_urgent: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The others have their verdict, and one warning says why."""
