@@ -21,7 +21,6 @@ from apollo_compile.planner.solve import Effort, solve
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.lanes import lane_catalogue, lanes_for_two, with_network
 from tests.builders import chains, costs, graph, most_at_once, random_costs, random_graph, random_lanes
-from tests.builders import plan as place
 from tests.planner.oracle import find_optimum
 
 
@@ -125,13 +124,6 @@ def test_more_lanes_are_searched_only_where_no_plan_on_few_is_as_short(seed: int
         assert plans[1].assignments == plans[0].assignments
     else:
         assert plans[1].makespan_ns < plans[0].lower_bound_ns
-
-
-def test_a_pinned_plan_may_use_any_lane() -> None:
-    """Whatever its graph could use by the costs of today."""
-    made, table, lanes = chains([100] * 2, units=16)
-    plan = planned(made, table, lanes, pinned=place(made, "JI", lanes=lanes, costs=table))
-    assert [each.lane for each in plan.assignments] == [10, 9]
 
 
 @pytest.mark.parametrize("seed", range(3))
