@@ -108,13 +108,6 @@ def test_a_process_measures_once_and_the_next_one_reads_the_file(tmp_path: Path,
     assert discover_profile(2, cache_dir=folder) == first and len(measured) == 1
 
 
-def test_a_calibrated_profile_is_used_as_it_is(tmp_path: Path, measured: list[str]) -> None:
-    """Nothing is measured then."""
-    calibrated = replace(CPU, units=2, source="measured")
-    save_profile(calibrated, cached_profile_path(tmp_path, 2), fingerprint=machine_fingerprint(2))
-    assert discover_profile(2, cache_dir=tmp_path) == calibrated and not measured
-
-
 def test_fewer_cores_use_the_calibrated_profile_of_more(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
