@@ -307,13 +307,14 @@ def test_the_lane_with_every_unit_has_no_quota(gpu: FakeGpu) -> None:
     assert counts(executable) == (2, 1, 2)
 
 
+def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """Write to an input, and draw random numbers."""
+    counter.add_(1)
+    return x * torch.rand(4)
+
+
 def test_bodies_are_timed_on_every_quota_without_a_trace(gpu: FakeGpu) -> None:
     """On the whole device and on the first lane of every other size; nothing is written, no random number drawn."""
-
-    def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-        counter.add_(1)
-        return x * torch.rand(4)
-
     gpu.ns_by_stream = {"origin of the capture": 500, "lane 1": 900}
     executable = two_towers(gpu, count, torch.sin, torch.add, static=(), written=(1,))
     counter, x = torch.zeros(4), torch.randn(4)

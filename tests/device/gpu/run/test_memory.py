@@ -8,7 +8,7 @@ import torch
 from apollo_compile.device.gpu.run.captures import MOST_CAPTURES
 from apollo_compile.device.gpu.run.gpu import Sharing
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
-from tests.device.gpu.run.test_execute import counts, expected, make_pair, run, step, two_towers
+from tests.device.gpu.run.test_execute import count, counts, expected, make_pair, run, step, two_towers
 
 
 def live(gpu: FakeGpu) -> list[FakeRecording]:
@@ -153,11 +153,6 @@ def test_a_device_that_is_turned_off_launches_and_says_so_once(gpu: FakeGpu, cap
 
 def test_a_rehearsal_changes_nothing_that_anybody_sees(gpu: FakeGpu) -> None:
     """No input, and no random number; it runs on the streams of the capture, right before it."""
-
-    def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-        counter.add_(1)
-        return x * torch.rand(4)
-
     executable, counter = two_towers(gpu, count, torch.sin, torch.add, static=(), written=(1,)), torch.zeros(4)
     torch.manual_seed(2)
     drawn = []
