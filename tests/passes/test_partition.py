@@ -12,22 +12,8 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from apollo_compile import ir
 from apollo_compile.config import PartitionConfig
-from apollo_compile.ir import (
-    Capture,
-    Kernel,
-    KernelKind,
-    Node,
-    NodeId,
-    NodeKind,
-    Partition,
-    Phase,
-    Role,
-    Segment,
-    SegmentGraph,
-    SegmentId,
-    Work,
-)
 from apollo_compile.ir.check import check_capture, check_partition
 from apollo_compile.passes.capture import capture_graph
 from apollo_compile.passes.partition import partition_graph
@@ -57,7 +43,7 @@ class Recorded:
     """A graph after Inductor's joint-graph passes, and real inputs as they were before a run."""
 
     graph_module: fx.GraphModule
-    role: Role
+    role: ir.Role
     inputs: list[torch.Tensor] = field(default_factory=list)
     _boxed_call: bool = True
 
@@ -69,7 +55,7 @@ class Recorded:
         return Eager(self.graph_module).run(*arguments)  # type: ignore[no-any-return]
 
     @functools.cached_property
-    def captured(self) -> Capture:
+    def captured(self) -> ir.Capture:
         """The graph as plain data, checked."""
         made = capture_graph(self.graph_module, name=f"test_{self.role}", role=self.role)
         check_capture(made)
@@ -100,10 +86,10 @@ class Eager(fx.Interpreter):
 
 def record(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor], *, recompute_masks: bool = True, train: bool = True
-) -> dict[Role, Recorded]:
+) -> dict[ir.Role, Recorded]:
     """Return the graphs of a model or function, by role."""
     torch._dynamo.reset()
-    graphs: dict[Role, Recorded] = {}
+    graphs: dict[ir.Role, Recorded] = {}
 
     def inner_compile(graph_module: fx.GraphModule, _: Any, **kwargs: Any) -> tuple[Recorded, None]:
         role = role_of(graph_module, kwargs)
@@ -133,7 +119,7 @@ def hand(function: Callable[..., Any], *inputs: torch.Tensor) -> Recorded:
 
     graph_module = make_fx(boxed, tracing_mode="fake")(*inputs)
     graph_module.graph.eliminate_dead_code()
-    return Recorded(graph_module, Role.INFERENCE, copies(inputs))
+    return Recorded(graph_module, ir.Role.INFERENCE, copies(inputs))
 
 
 def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -144,7 +130,7 @@ def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------- oracle
 
 
-def run_bodies(recorded: Recorded, partition: Partition) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+def run_bodies(recorded: Recorded, partition: ir.Partition) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
     """Return the outputs of the bodies, run in the order of segment ids, and the inputs after the run."""
     bodies = [extract_body(recorded.graph_module, body) for body in partition.bodies]
     inputs = copies(recorded.inputs)
@@ -182,7 +168,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def assert_replays(recorded: Recorded, config: PartitionConfig) -> Partition:
+def assert_replays(recorded: Recorded, config: PartitionConfig) -> ir.Partition:
     """Check the partition of a graph against the uncut graph, and that it comes out the same twice."""
     made = recorded.captured
     partition = partition_graph(made, config=config)
@@ -195,7 +181,7 @@ def assert_replays(recorded: Recorded, config: PartitionConfig) -> Partition:
     return partition
 
 
-def closure(graph: SegmentGraph) -> list[set[int]]:
+def closure(graph: ir.SegmentGraph) -> list[set[int]]:
     """Return, per segment, all segments before it."""
     before: list[set[int]] = []
     for segment in graph.segments:
@@ -204,14 +190,14 @@ def closure(graph: SegmentGraph) -> list[set[int]]:
     return before
 
 
-def assert_independent(graph: SegmentGraph, first: str, second: str) -> None:
+def assert_independent(graph: ir.SegmentGraph, first: str, second: str) -> None:
     """Check that there are segments of both modules and no path between them."""
     sides = [[s for s in graph.segments if f"{s.module}.".startswith(f"{name}.")] for name in (first, second)]
     assert all(sides), [s.name for s in graph.segments]
     assert_no_paths(graph, *sides)
 
 
-def assert_no_paths(graph: SegmentGraph, these: Sequence[Segment], those: Sequence[Segment]) -> None:
+def assert_no_paths(graph: ir.SegmentGraph, these: Sequence[ir.Segment], those: Sequence[ir.Segment]) -> None:
     """Check that no segment of the one side waits for one of the other."""
     before = closure(graph)
     for left, right in itertools.product(these, those):
@@ -351,7 +337,7 @@ WITH_MASKS = ("dropout", "masked")
 
 
 @functools.cache
-def graphs_of(name: str, *, train: bool, recompute_masks: bool) -> dict[Role, Recorded]:
+def graphs_of(name: str, *, train: bool, recompute_masks: bool) -> dict[ir.Role, Recorded]:
     """Return the graphs of a model; several tests read them and none changes them."""
     torch.manual_seed(0)
     make_model, make_inputs = MODELS[name]
@@ -371,23 +357,25 @@ def test_bodies_replay_bit_for_bit(name: str, train: bool, config: PartitionConf
     """Forward and backward, with recomputed masks and, where it matters, with saved ones; and evaluation."""
     for recompute_masks in (True, False) if train and name in WITH_MASKS else (True,):
         graphs = graphs_of(name, train=train, recompute_masks=recompute_masks)
-        assert set(graphs) == ({Role.FORWARD, Role.BACKWARD} if train else {Role.INFERENCE})
+        assert set(graphs) == ({ir.Role.FORWARD, ir.Role.BACKWARD} if train else {ir.Role.INFERENCE})
         for recorded in graphs.values():
             assert_replays(recorded, config)
 
 
 def test_models_test_what_they_should() -> None:
     """Seeds, mutated inputs, shared bodies, values without names are really there."""
-    captures = {name: graphs_of(name, train=True, recompute_masks=True)[Role.FORWARD].captured for name in MODELS}
+    captures = {name: graphs_of(name, train=True, recompute_masks=True)[ir.Role.FORWARD].captured for name in MODELS}
     targets = {name: {node.target for node in made.nodes} for name, made in captures.items()}
     assert "prims.inductor_random.default" in targets["dropout"]
     assert "prims.inductor_lookup_seed.default" in targets["dropout"]
     assert "aten.copy_.default" in targets["batchnorm"] & targets["growing"]
-    assert {NodeKind.PROJECTION} <= {node.kind for node in captures["multi_output"].nodes}
+    assert {ir.NodeKind.PROJECTION} <= {node.kind for node in captures["multi_output"].nodes}
     assert not any(node.module for node in captures["functional"].nodes)
     many = captures["many_outputs"]
-    assert {NodeKind.CHEAP, NodeKind.INPUT} <= {many.nodes[output].kind for output in many.outputs}
-    assert any(o is None for o in graphs_of("masked", train=True, recompute_masks=True)[Role.BACKWARD].captured.outputs)
+    assert {ir.NodeKind.CHEAP, ir.NodeKind.INPUT} <= {many.nodes[output].kind for output in many.outputs}
+    assert any(
+        o is None for o in graphs_of("masked", train=True, recompute_masks=True)[ir.Role.BACKWARD].captured.outputs
+    )
 
 
 def test_random_draws_from_the_global_generator_replay() -> None:
@@ -395,7 +383,7 @@ def test_random_draws_from_the_global_generator_replay() -> None:
     torch.manual_seed(0)
     with torch._inductor.config.patch(fallback_random=True):
         graphs = record(TwoTowers(8, 1, dropout=0.4), (sized(6, 8), sized(6, 8)))
-    assert [node for node in graphs[Role.FORWARD].captured.nodes if node.after]
+    assert [node for node in graphs[ir.Role.FORWARD].captured.nodes if node.after]
     for recorded in graphs.values():
         for config in (LAYER, FINE, MODULE):
             assert_replays(recorded, config)
@@ -502,7 +490,7 @@ def test_layouts_wiring_and_constants_tell_bodies_apart() -> None:
 # ---------------------------------------------------------------------------------------------------- independence
 
 
-@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
+@pytest.mark.parametrize("role", (ir.Role.FORWARD, ir.Role.BACKWARD, ir.Role.INFERENCE))
 @pytest.mark.parametrize("config", (LAYER, FINE, MODULE, APART), ids=("layer", "fine", "module", "apart"))
 @pytest.mark.parametrize(
     ("name", "first", "second"),
@@ -514,19 +502,19 @@ def test_layouts_wiring_and_constants_tell_bodies_apart() -> None:
     ],
 )
 def test_independent_branches_stay_independent(
-    name: str, first: str, second: str, config: PartitionConfig, role: Role
+    name: str, first: str, second: str, config: PartitionConfig, role: ir.Role
 ) -> None:
     """Whatever they share: inputs, seeds, masks, constants; they meet in joins only."""
-    recorded = graphs_of(name, train=role is not Role.INFERENCE, recompute_masks=True)[role]
+    recorded = graphs_of(name, train=role is not ir.Role.INFERENCE, recompute_masks=True)[role]
     assert_independent(partition_graph(recorded.captured, config=config).graph, first, second)
 
 
-@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
-def test_two_uses_of_one_encoder_can_run_beside_each_other(role: Role) -> None:
+@pytest.mark.parametrize("role", (ir.Role.FORWARD, ir.Role.BACKWARD, ir.Role.INFERENCE))
+def test_two_uses_of_one_encoder_can_run_beside_each_other(role: ir.Role) -> None:
     """With enough lanes, their matrix products take about half of the time."""
-    made = graphs_of("tied", train=role is not Role.INFERENCE, recompute_masks=True)[role].captured
+    made = graphs_of("tied", train=role is not ir.Role.INFERENCE, recompute_masks=True)[role].captured
 
-    def weight(node: Node) -> int:
+    def weight(node: ir.Node) -> int:
         return flops_of_products(node) if node.module.startswith("encoder") else 0
 
     total = sum(weight(node) for node in made.nodes)
@@ -534,10 +522,10 @@ def test_two_uses_of_one_encoder_can_run_beside_each_other(role: Role) -> None:
     assert 0 < longest_path_of_nodes(made, weight) <= longest <= 0.6 * total
 
 
-@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
-def test_chains_without_names_stay_independent(role: Role) -> None:
+@pytest.mark.parametrize("role", (ir.Role.FORWARD, ir.Role.BACKWARD, ir.Role.INFERENCE))
+def test_chains_without_names_stay_independent(role: ir.Role) -> None:
     """Structure alone: some two segments have no path between them."""
-    recorded = graphs_of("functional", train=role is not Role.INFERENCE, recompute_masks=True)[role]
+    recorded = graphs_of("functional", train=role is not ir.Role.INFERENCE, recompute_masks=True)[role]
     for config in (LAYER, FINE, MODULE):
         graph = partition_graph(recorded.captured, config=config).graph
         before = closure(graph)
@@ -550,7 +538,7 @@ def test_chains_without_names_stay_independent(role: Role) -> None:
 
 def test_equal_layers_share_a_body() -> None:
     """In both towers; in training the layers at the ends may save and take other values."""
-    towers = graphs_of("towers", train=False, recompute_masks=True)[Role.INFERENCE].captured
+    towers = graphs_of("towers", train=False, recompute_masks=True)[ir.Role.INFERENCE].captured
     body = {segment.name: segment.body for segment in partition_graph(towers, config=LAYER).graph.segments}
     assert body["image.layers.0"] == body["image.layers.1"] == body["text.layers.0"]
     for recorded in graphs_of("stack", train=True, recompute_masks=True).values():
@@ -560,7 +548,7 @@ def test_equal_layers_share_a_body() -> None:
 
 def test_a_stack_has_a_segment_per_layer() -> None:
     """Named after it, in order, if the sums between them are too small to count; whole modules make it one segment."""
-    made = graphs_of("stack", train=False, recompute_masks=True)[Role.INFERENCE].captured
+    made = graphs_of("stack", train=False, recompute_masks=True)[ir.Role.INFERENCE].captured
     layers = partition_graph(made, config=PartitionConfig(min_segment_share=0.05)).graph.segments
     assert [segment.module for segment in layers] == [f"layers.{i}" for i in range(4)]
     assert len(partition_graph(made, config=MODULE).graph.segments) == 1
@@ -592,21 +580,21 @@ def test_a_layer_is_the_path_up_to_its_first_number_else_two_names(module: str, 
 MODULES = ("", "", "a.layers.0", "a.layers.0.fc", "a.layers.1.fc", "b.layers.0", "b.layers.1", "head", "a.embed.x")
 
 
-def random_capture(rng: random.Random) -> Capture:
+def random_capture(rng: random.Random) -> ir.Capture:
     """Return a random graph: named, unnamed or in between; with projections, clones, order and odd outputs."""
     count, reach = rng.randrange(1, 40), rng.choice((3, 8, 40))
     num_inputs = rng.randrange(0, min(count, 5) + 1)
     modules = rng.choice((("",), MODULES, MODULES[1:], MODULES[2:]))
     cheap_share, after_share = rng.choice((0.0, 0.2, 0.6)), rng.choice((0.0, 0.0, 0.1, 0.3))
-    nodes: list[Node] = []
-    multi: list[NodeId] = []
-    readable: list[NodeId] = []
-    computing: list[NodeId] = []
+    nodes: list[ir.Node] = []
+    multi: list[ir.NodeId] = []
+    readable: list[ir.NodeId] = []
+    computing: list[ir.NodeId] = []
     module = ""
     for index in range(count):
-        inputs: tuple[NodeId, ...] = ()
-        later: tuple[NodeId, ...] = ()
-        kind, work = NodeKind.INPUT, Work()
+        inputs: tuple[ir.NodeId, ...] = ()
+        later: tuple[ir.NodeId, ...] = ()
+        kind, work = ir.NodeKind.INPUT, ir.Work()
         if rng.random() < 0.3:
             module = rng.choice(modules)
         if index >= num_inputs:
@@ -614,41 +602,41 @@ def random_capture(rng: random.Random) -> Capture:
             near = readable[-reach:]
             inputs = tuple(sorted(rng.sample(near, min(len(near), rng.choice((0, 1, 1, 1, 2, 2, 3))))))
             if multi and draw < 0.15:
-                kind, inputs = NodeKind.PROJECTION, (rng.choice(multi),)
+                kind, inputs = ir.NodeKind.PROJECTION, (rng.choice(multi),)
             elif draw < 0.15 + cheap_share:
-                kind = NodeKind.CHEAP
+                kind = ir.NodeKind.CHEAP
             else:
-                kind = NodeKind.COMPUTE
+                kind = ir.NodeKind.COMPUTE
                 flops = rng.choice((0, 1, 10, 1000))
-                kernel = Kernel(kind=KernelKind.MATMUL if flops == 1000 else KernelKind.LOOP, flops=flops)
-                work = Work(flops=flops, bytes_read=rng.choice((0, 8)), bytes_written=4, kernels=1, parts=(kernel,))
+                kernel = ir.Kernel(kind=ir.KernelKind.MATMUL if flops == 1000 else ir.KernelKind.LOOP, flops=flops)
+                work = ir.Work(flops=flops, bytes_read=rng.choice((0, 8)), bytes_written=4, kernels=1, parts=(kernel,))
                 if computing and rng.random() < after_share:
                     later = tuple(sorted(set(rng.choices(computing, k=2)) - set(inputs)))
-                computing.append(NodeId(index))
-        is_multi = kind is NodeKind.COMPUTE and rng.random() < 0.15
-        (multi if is_multi else readable).append(NodeId(index))
+                computing.append(ir.NodeId(index))
+        is_multi = kind is ir.NodeKind.COMPUTE and rng.random() < 0.15
+        (multi if is_multi else readable).append(ir.NodeId(index))
         nodes.append(
-            Node(
-                id=NodeId(index),
+            ir.Node(
+                id=ir.NodeId(index),
                 name=f"n{index}",
                 kind=kind,
                 target=kind.value,
                 inputs=inputs,
                 after=later,
-                module="" if kind is NodeKind.INPUT else module,
+                module="" if kind is ir.NodeKind.INPUT else module,
                 num_bytes=rng.choice((0, 4, 400)),
                 work=work,
-                signature="" if kind is NodeKind.INPUT else f"op{rng.randrange(2)}_{len(inputs)}",
+                signature="" if kind is ir.NodeKind.INPUT else f"op{rng.randrange(2)}_{len(inputs)}",
                 value=rng.choice(("f32[2]", "f32[2]", "f32[3]")),
             )
         )
     outputs = [rng.choice([None, *readable]) for _ in range(rng.randrange(0, 6))]
-    role = rng.choice(list(Role))
-    if role is Role.STEP:
+    role = rng.choice(list(ir.Role))
+    if role is ir.Role.STEP:
         begin, end = sorted(rng.choices(range(count), k=2))
         nodes = [replace(node, is_backward=begin <= node.id < end) for node in nodes]
         nodes = [replace(node, module="" if node.id >= end else node.module) for node in nodes]
-    return Capture(name="random", role=role, nodes=tuple(nodes), outputs=tuple(outputs))
+    return ir.Capture(name="random", role=role, nodes=tuple(nodes), outputs=tuple(outputs))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -658,7 +646,7 @@ def test_every_graph_has_a_legal_partition(seed: int) -> None:
     made = random_capture(rng)
     check_capture(made)
     least, most = rng.choice((0.0, 0.005, 0.2, 1.0)), rng.choice((0.0, 0.1, 0.5, 1.0))
-    apart, backward, counts = {"weight_gradients": "apart"}, replace(made, role=Role.BACKWARD), []
+    apart, backward, counts = {"weight_gradients": "apart"}, replace(made, role=ir.Role.BACKWARD), []
     for graph, options in ((made, {"granularity": "module"}), (made, {}), (made, apart), (backward, apart)):
         config = PartitionConfig(**options, min_segment_share=least, max_segment_share=most)
         partition = partition_graph(graph, config=config)
@@ -690,7 +678,7 @@ def whole_step(num_parts: int) -> Recorded:
         return total
 
     with torch._dynamo.config.patch(trace_autograd_ops=True):  # type: ignore[no-untyped-call]
-        return record(step, (sized(6, 8), sized(6, 8)))[Role.STEP]
+        return record(step, (sized(6, 8), sized(6, 8)))[ir.Role.STEP]
 
 
 @pytest.mark.parametrize("num_parts", (1, 2))
@@ -720,7 +708,7 @@ def test_updates_of_a_layer_are_one_segment_however_many_parameters_it_has() -> 
         *_, last = (segment for segment in own if segment.name.partition("#")[0] == f"{layer}:update")
         assert {s.id for s in own if ":backward" in s.name} <= before[last.id]
         assert not any(last.id in each for each in before)
-        assert last.phase is Phase.UPDATE
+        assert last.phase is ir.Phase.UPDATE
         assert sum(":update" in segment.name for segment in own) <= 2, "one for the first gradient, one for the sum"
 
 
@@ -730,7 +718,7 @@ def test_what_only_a_backward_needs_is_computed_there(config: PartitionConfig) -
     made = whole_step(1).captured
     partition = partition_graph(made, config=config)
     for segment, content in zip(partition.graph.segments, partition.nodes_by_segment, strict=True):
-        if segment.phase is Phase.FORWARD and segment.module:
+        if segment.phase is ir.Phase.FORWARD and segment.module:
             assert not any(made.nodes[node].is_backward for node in content), segment.name
 
 
@@ -750,7 +738,7 @@ def test_weight_gradients_of_micro_batches_stay_apart() -> None:
 
 def test_weight_gradients_apart_are_waited_for_by_nothing() -> None:
     """Where inputs need gradients, half of the products are left in a layer, and the other half goes to its weights."""
-    made = graphs_of("stack", train=True, recompute_masks=True)[Role.BACKWARD].captured
+    made = graphs_of("stack", train=True, recompute_masks=True)[ir.Role.BACKWARD].captured
     partition = partition_graph(made, config=APART)
     graph = partition.graph
     waited_for = {other for segment in graph.segments for other in graph.predecessors(segment.id)}
@@ -777,7 +765,7 @@ def test_a_first_layer_and_its_positions_do_not_wait_for_each_other(name: str) -
     def call(*inputs: torch.Tensor) -> Any:
         return workload.model(dict(zip(workload.inputs, inputs, strict=True)))
 
-    made = record(call, list(workload.inputs.values()))[Role.BACKWARD].captured
+    made = record(call, list(workload.inputs.values()))[ir.Role.BACKWARD].captured
     for granularity in ("layer", "module"):
         config = PartitionConfig(granularity=granularity, weight_gradients="apart")
         check_partition(partition_graph(made, config=config), made)
@@ -787,7 +775,7 @@ def test_weight_gradients_apart_hold_up_nothing() -> None:
     """In random graphs with products: no segment waits for them, and there are none where nobody asks for them."""
     count = 0
     for seed in range(100):
-        made = replace(random_capture(random.Random(seed)), role=Role.BACKWARD)
+        made = replace(random_capture(random.Random(seed)), role=ir.Role.BACKWARD)
         apart = partition_graph(made, config=APART)
         check_partition(apart, made)
         waited_for = {other for segment in apart.graph.segments for other in apart.graph.predecessors(segment.id)}
@@ -801,10 +789,10 @@ def test_weight_gradients_apart_hold_up_nothing() -> None:
 @pytest.mark.parametrize("answer", (True, False))
 def test_the_caller_says_whether_weight_gradients_are_better_apart(answer: bool) -> None:
     """It is asked with both graphs, once."""
-    made = graphs_of("stack", train=True, recompute_masks=True)[Role.BACKWARD].captured
-    asked: list[tuple[SegmentGraph, SegmentGraph]] = []
+    made = graphs_of("stack", train=True, recompute_masks=True)[ir.Role.BACKWARD].captured
+    asked: list[tuple[ir.SegmentGraph, ir.SegmentGraph]] = []
 
-    def is_better(apart: SegmentGraph, together: SegmentGraph) -> bool:
+    def is_better(apart: ir.SegmentGraph, together: ir.SegmentGraph) -> bool:
         asked.append((apart, together))
         return answer
 
@@ -819,15 +807,15 @@ def test_the_caller_says_whether_weight_gradients_are_better_apart(answer: bool)
 @pytest.mark.parametrize(
     ("name", "role", "config"),
     [
-        ("stack", Role.FORWARD, LAYER),
-        ("stack", Role.BACKWARD, MODULE),
-        ("stack", Role.BACKWARD, PartitionConfig(weight_gradients="together")),
-        ("stack", Role.BACKWARD, PartitionConfig(min_segment_share=1.0)),
-        ("functional", Role.BACKWARD, LAYER),
+        ("stack", ir.Role.FORWARD, LAYER),
+        ("stack", ir.Role.BACKWARD, MODULE),
+        ("stack", ir.Role.BACKWARD, PartitionConfig(weight_gradients="together")),
+        ("stack", ir.Role.BACKWARD, PartitionConfig(min_segment_share=1.0)),
+        ("functional", ir.Role.BACKWARD, LAYER),
     ],
     ids=("forward", "whole modules", "together", "all is small", "no names"),
 )
-def test_nobody_is_asked_about_weight_gradients(name: str, role: Role, config: PartitionConfig) -> None:
+def test_nobody_is_asked_about_weight_gradients(name: str, role: ir.Role, config: PartitionConfig) -> None:
     """There is nothing to choose."""
     is_better = raising(AssertionError("asked"))
     made = graphs_of(name, train=True, recompute_masks=True)[role].captured
@@ -848,15 +836,15 @@ def test_lossless_contraction_costs_no_parallelism(seed: int) -> None:
         assert longest_path_of_segments(partition, made, flops_and_bytes) == expected
 
 
-def longest_path_of_nodes(made: Capture, weight: Callable[[Node], int]) -> int:
+def longest_path_of_nodes(made: ir.Capture, weight: Callable[[ir.Node], int]) -> int:
     """Return the most work that must be done one after the other."""
     return longest_path((weight(node), (*node.inputs, *node.after)) for node in made.nodes)
 
 
-def longest_path_of_segments(partition: Partition, made: Capture, weight: Callable[[Node], int]) -> int:
+def longest_path_of_segments(partition: ir.Partition, made: ir.Capture, weight: Callable[[ir.Node], int]) -> int:
     """Return the same for segments, which start only when all that they need is there."""
     weights = (sum(weight(made.nodes[node]) for node in own) for own in partition.nodes_by_segment)
-    return longest_path((own, partition.graph.predecessors(SegmentId(s))) for s, own in enumerate(weights))
+    return longest_path((own, partition.graph.predecessors(ir.SegmentId(s))) for s, own in enumerate(weights))
 
 
 def longest_path(pieces: Iterable[tuple[int, Iterable[int]]]) -> int:
@@ -867,11 +855,11 @@ def longest_path(pieces: Iterable[tuple[int, Iterable[int]]]) -> int:
     return max(ends, default=0)
 
 
-def flops_and_bytes(node: Node) -> int:
+def flops_and_bytes(node: ir.Node) -> int:
     """Return the work of a node as one number; clones of cheap nodes have none."""
     return node.work.flops + 2 * (node.work.bytes_read + node.work.bytes_written)
 
 
-def flops_of_products(node: Node) -> int:
+def flops_of_products(node: ir.Node) -> int:
     """Return the flops of matrix products only."""
     return node.work.flops if node.target.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.")) else 0
