@@ -7,21 +7,13 @@ import copy
 import pytest
 import torch
 
-from apollo_compile.session.step.segments import (
-    GradientGroup,
-    OneSegment,
-    add_gradients,
-    communicate,
-    limit_gradients,
-    measure_gradients,
-    update_parameters,
-)
+from apollo_compile.session.step import segments
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 
 SHAPES = ((3, 4), (5,), (), (2, 2))
 GROUPS = (
-    GradientGroup(name="a", module="image", sizes={2: 4, 0: 48}),
-    GradientGroup(name="b", module="text", sizes={1: 20, 3: 16}),
+    segments.GradientGroup(name="a", module="image", sizes={2: 4, 0: 48}),
+    segments.GradientGroup(name="b", module="text", sizes={1: 20, 3: 16}),
 )
 """Of four parameters, in two groups, out of order."""
 
@@ -32,7 +24,7 @@ def gradients_of(seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def run(segment: OneSegment, *taken: torch.Tensor) -> list[torch.Tensor]:
+def run(segment: segments.OneSegment, *taken: torch.Tensor) -> list[torch.Tensor]:
     """Run a segment's code with tensors of the sizes that its graph says."""
     graph = segment.graph
     assert [graph.buffers[buffer].num_bytes for buffer in graph.inputs] == [each.nbytes for each in taken]
@@ -46,7 +38,7 @@ def run(segment: OneSegment, *taken: torch.Tensor) -> list[torch.Tensor]:
 def test_a_collective_runs_on_the_network() -> None:
     """The planner puts it on a lane without units; what it makes may have other sizes, as shards have."""
     gradients = gradients_of(0)
-    segment = communicate(GROUPS[0], "mean", [4, 24], lambda taken: [taken[0] / 2, taken[1][:, :2] / 2])
+    segment = segments.communicate(GROUPS[0], "mean", [4, 24], lambda taken: [taken[0] / 2, taken[1][:, :2] / 2])
     assert [each.has_collective for each in segment.graph.segments] == [True]
     assert torch.equal(run(segment, gradients[2], gradients[0])[0], gradients[2] / 2)
 
@@ -68,13 +60,15 @@ def test_adding_clipping_and_updating_in_groups_is_doing_so_at_once(limit: float
     gradients: dict[int, torch.Tensor] = {}
     for group in GROUPS:
         taken = [each[place] for each in (earlier, later) for place in group.sizes]
-        gradients.update(zip(group.sizes, run(add_gradients(group), *taken), strict=True))
-    norms = [run(measure_gradients(group), *(gradients[place] for place in group.sizes))[0] for group in GROUPS]
-    (factor,) = run(limit_gradients(GROUPS, order=range(4), limit=limit), *norms)
+        gradients.update(zip(group.sizes, run(segments.add_gradients(group), *taken), strict=True))
+    norms = [
+        run(segments.measure_gradients(group), *(gradients[place] for place in group.sizes))[0] for group in GROUPS
+    ]
+    (factor,) = run(segments.limit_gradients(GROUPS, order=range(4), limit=limit), *norms)
     for group in GROUPS:
         own = [gradients[place] for place in group.sizes]
         written = [parameters[place] for place in group.sizes] if is_stepped else []
-        segment = update_parameters(group, dict(enumerate(parameters)), optimizer, is_clipped=True)
+        segment = segments.update_parameters(group, dict(enumerate(parameters)), optimizer, is_clipped=True)
         for place, gradient in zip(group.sizes, run(segment, *written, *own, factor), strict=True):
             assert torch.equal(gradient, expected[place].grad)
     assert all(torch.equal(mine, other) for mine, other in zip(parameters, expected, strict=True))
@@ -82,8 +76,8 @@ def test_adding_clipping_and_updating_in_groups_is_doing_so_at_once(limit: float
 
 def test_a_scalar_of_lower_precision_keeps_its_dtype() -> None:
     """`_foreach_mul` alone would return the dtype of the factor."""
-    group = GradientGroup(name="a", module="", sizes={0: 2})
+    group = segments.GradientGroup(name="a", module="", sizes={0: 2})
     parameters = {0: torch.nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))}
-    segment = update_parameters(group, parameters, None, is_clipped=True)
+    segment = segments.update_parameters(group, parameters, None, is_clipped=True)
     (made,) = run(segment, torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(0.25))
     assert made.dtype == torch.bfloat16 and made == 0.5

@@ -5,14 +5,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from apollo_compile.device.gpu.check.examine import (
-    Census,
-    examine_cuda,
-    judge_censuses,
-    judge_connections,
-    judge_overlap,
-    split_lanes,
-)
+from apollo_compile.device.gpu.check import examine
 from apollo_compile.ir import LaneId
 from apollo_compile.target.check_result import Level
 
@@ -21,15 +14,15 @@ GRANTED = {A: 16, B: 8}
 SMS = {A: frozenset(range(16)), B: frozenset(range(100, 108))}
 
 
-def census(sms: Mapping[LaneId, frozenset[int]] = SMS, *, begin_b: int = 3_000) -> Census:
+def census(sms: Mapping[LaneId, frozenset[int]] = SMS, *, begin_b: int = 3_000) -> examine.Census:
     """Return where two lanes ran, from 0 and `begin_b` on, for 200 us each."""
-    return Census(sms=sms, begin_ns={A: 0, B: begin_b}, end_ns={A: 200_000, B: begin_b + 200_000})
+    return examine.Census(sms=sms, begin_ns={A: 0, B: begin_b}, end_ns={A: 200_000, B: begin_b + 200_000})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is found without a GPU")
 def test_without_a_gpu_there_is_one_finding_that_says_so() -> None:
     """Nothing is failed."""
-    (result,) = examine_cuda()
+    (result,) = examine.examine_cuda()
     assert result.level == Level.NOTE
     assert result.message.startswith("torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU")
 
@@ -52,24 +45,24 @@ SPLIT = "16 + 8 SMs, disjoint"
         (3 * [census(begin_b=200_000)], 0, Level.WARNING, "ran one after the other in 3 of them"),  # nothing is gained
     ],
 )
-def test_censuses_of_two_lanes_are_judged(censuses: list[Census], extra: int, level: Level, text: str) -> None:
+def test_censuses_of_two_lanes_are_judged(censuses: list[examine.Census], extra: int, level: Level, text: str) -> None:
     """Fewer SMs than granted, more, other or shared ones are a failure, in any launch."""
-    result = judge_censuses("lanes", GRANTED, censuses, extra=extra)
+    result = examine.judge_censuses("lanes", GRANTED, censuses, extra=extra)
     assert result.level == level and text in result.message
 
 
 def test_overlapping_lanes_share_what_was_planned() -> None:
     """Not more, not less; the driver may add its own."""
-    assert judge_overlap(range(12), range(4, 16), planned=8).level == Level.OK
-    assert judge_overlap(range(12), range(5, 16), planned=8).level == Level.ERROR
-    assert judge_overlap(range(12), range(3, 16), planned=8).level == Level.ERROR
-    assert judge_overlap(range(12), range(3, 16), planned=8, extra=2).level == Level.OK
+    assert examine.judge_overlap(range(12), range(4, 16), planned=8).level == Level.OK
+    assert examine.judge_overlap(range(12), range(5, 16), planned=8).level == Level.ERROR
+    assert examine.judge_overlap(range(12), range(3, 16), planned=8).level == Level.ERROR
+    assert examine.judge_overlap(range(12), range(3, 16), planned=8, extra=2).level == Level.OK
 
 
 def test_one_hardware_queue_is_a_warning() -> None:
     """It comes with recipes for other software."""
-    assert judge_connections("1").level == Level.WARNING
-    assert judge_connections("32").level == judge_connections(None).level == Level.OK
+    assert examine.judge_connections("1").level == Level.WARNING
+    assert examine.judge_connections("32").level == examine.judge_connections(None).level == Level.OK
 
 
 @pytest.mark.parametrize(
@@ -87,7 +80,7 @@ def test_shares_are_rounded_to_atoms_and_nobody_goes_away_empty(
     atoms: list[int], shares: tuple[int, ...], sizes: list[int]
 ) -> None:
     """Lanes are disjoint and use the whole device."""
-    lanes = split_lanes(atoms, shares)
+    lanes = examine.split_lanes(atoms, shares)
     assert [len(lane.units) for lane in lanes] == sizes
     assert sorted(unit for lane in lanes for unit in lane.units) == list(range(sum(atoms)))
 
@@ -95,4 +88,4 @@ def test_shares_are_rounded_to_atoms_and_nobody_goes_away_empty(
 def test_more_lanes_than_atoms_are_refused() -> None:
     """The message says what to do."""
     with pytest.raises(ValueError, match="2 atoms are too few for 3 lanes; use fewer lanes"):
-        split_lanes([8, 8], (1, 1, 1))
+        examine.split_lanes([8, 8], (1, 1, 1))
