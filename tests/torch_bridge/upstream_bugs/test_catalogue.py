@@ -24,15 +24,10 @@ def test_every_workaround_is_listed_once() -> None:
 
 
 @pytest.mark.parametrize("bug", UPSTREAM_BUGS, ids=lambda bug: bug.file)
-def test_every_workaround_has_a_test_that_tells_when_it_can_go(bug: UpstreamBug) -> None:
-    """It is in the test file of the workaround."""
+def test_every_workaround_is_needed_and_has_a_test_that_tells_when_it_can_go(bug: UpstreamBug) -> None:
+    """It is in the test file of the workaround; where the lowest supported release is fixed, the file goes."""
     tree = ast.parse((HERE / f"test_{bug.file}").read_text(encoding="utf-8"))
     assert bug.test in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-
-
-@pytest.mark.parametrize("bug", UPSTREAM_BUGS, ids=lambda bug: bug.file)
-def test_every_workaround_is_for_a_supported_torch(bug: UpstreamBug) -> None:
-    """Where the lowest supported release is fixed, the file goes."""
     lowest = re.search(r'"torch>=([\d.]+)"', PYPROJECT.read_text(encoding="utf-8"))
     assert bug.seen_in
     is_needed = bug.fixed_in is None or TorchVersion(lowest[1]) < bug.fixed_in
