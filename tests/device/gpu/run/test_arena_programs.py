@@ -12,6 +12,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,21 +167,6 @@ def random_model(rng: random.Random) -> Model:
     )
 
 
-Run = Callable[[Tensors], list[torch.Tensor | None]]
-
-
-class Eager:
-    """The model, interpreted."""
-
-    def __init__(self, model: Model) -> None:
-        self.forward: Run = model.forward.interpret
-        self.backward: Run = model.backward.interpret
-        self.inference: Run = model.inference.interpret
-
-    def use(self, variant: int) -> None:
-        """Do nothing: there is one variant."""
-
-
 class OnLanes:
     """The model on a device, in several variants."""
 
@@ -323,7 +309,7 @@ def script_of(scenario: str, seed: int) -> list[LoopStep]:
     return [SCENARIOS[scenario](rng, number) for number in range(16)]
 
 
-def train(model: Model, runs: Eager | OnLanes, script: Sequence[LoopStep]) -> list[torch.Tensor]:
+def train(model: Model, runs: Any, script: Sequence[LoopStep]) -> list[torch.Tensor]:
     """Return everything that a user sees in a training loop."""
     generator = torch.Generator().manual_seed(0)
     x_size, statistics_size, *weight_sizes = model.sizes
@@ -399,9 +385,10 @@ def _hooks(kind: str, kept: Tensors) -> Iterator[None]:
 
 @functools.cache
 def expected(scenario: str, seed: int) -> tuple[Model, list[torch.Tensor]]:
-    """Return a random model and what a user sees of its training in eager."""
+    """Return a random model and what a user sees of its training in eager, where there is one variant."""
     model = random_model(random.Random(seed))
-    return model, train(model, Eager(model), script_of(scenario, seed))
+    interpreted = {name: getattr(model, name).interpret for name in ("forward", "backward", "inference")}
+    return model, train(model, SimpleNamespace(**interpreted, use=id), script_of(scenario, seed))
 
 
 def check(scenario: str, seed: int) -> OnLanes:
