@@ -7,6 +7,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from apollo_compile.ir import Variant
 from apollo_compile.session.step.traced import add_gradients, gradients_of_loop
 from apollo_compile.torch_bridge.gradients import are_finite, describe_difference
 from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
-from tests.end_to_end.twins import EAGER, Batch, chain_batch, chain_loss, compile_step
+from tests.end_to_end.twins import EAGER, Batch, Twins, chain_batch, chain_loss, compile_step, layer
 from tests.session.step.towers import COMPARED
 
 LARGE, ROUNDED, OTHER = torch.ones(4), torch.ones(4) + 1e-3, torch.tensor([1.0, 1.0, 1.0, 1.1])
@@ -146,22 +147,17 @@ def test_a_traced_step_updates_and_leaves_gradients_as_a_program_does(
 def test_a_gradient_that_is_the_weight_of_a_micro_batch_is_a_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clip gradients of a loss to which a parameter is added: its gradient is the weight, which later steps take."""
     turns = take_turns(monkeypatch)
-    model = nn.Sequential(nn.Linear(16, 16))
-    model.register_parameter("offset", nn.Parameter(torch.zeros(())))
-    expected = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, eps=0.01) for each in (model, expected)]
+
+    def make() -> nn.Module:
+        model = layer()
+        model.register_parameter("offset", nn.Parameter(torch.zeros(())))
+        return model
 
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return chain_loss(model, batch) + model.offset
 
     options = {**COMPARED, "runtime.bodies": "python"}
-    step = compile_step(model, loss_of, optimizers[0], clip_grad_norm=0.1, options=options)
+    twins = Twins(make, loss_of, partial(torch.optim.AdamW, lr=0.01, eps=0.01), clip_grad_norm=0.1, options=options)
     for number in range(16):
-        loss = step(chain_batch(number))
-        optimizers[1].zero_grad()
-        loss_of(expected, chain_batch(number)).backward()
-        nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-        torch.testing.assert_close(loss, loss_of(expected, chain_batch(number)).detach(), rtol=1e-4, atol=1e-5)
-        optimizers[1].step()
-        torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()))
+        twins.take(chain_batch(number))
     assert turns.num_steps[Variant.TRACED] > 1
