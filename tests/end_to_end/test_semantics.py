@@ -14,32 +14,23 @@ from torch import nn
 from apollo_compile.errors import RuntimeClosedError
 from apollo_compile.session import registry
 from apollo_compile.torch_bridge import bodies, whole
-from tests.end_to_end.models import (
-    STRICT,
-    Training,
-    TwoTowers,
-    assert_same_training,
-    assert_trains_as_in_eager,
-    train,
-    two_tower_inputs,
-    two_tower_loss,
-)
+from tests.end_to_end import models
 from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.test_values import floats
 
-APOLLO = {"backend": "apollo", "options": STRICT}
-UNCOMPILED = {"backend": "apollo", "options": {**STRICT, "runtime.bodies": "eager"}}
+APOLLO = {"backend": "apollo", "options": models.STRICT}
+UNCOMPILED = {"backend": "apollo", "options": {**models.STRICT, "runtime.bodies": "eager"}}
 """Without a compiler, for what the traced graph decides; it takes most of the time."""
 
 
 @pytest.mark.robustness("Values", "dropout, again and as Inductor draws it")
 def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     """Random numbers are drawn in graph order, whatever the lanes do: the losses are Inductor's to the bit."""
-    model = TwoTowers(depth=1, dropout=0.3)
+    model = models.TwoTowers(depth=1, dropout=0.3)
 
     def losses(**options: object) -> tuple[list[torch.Tensor], torch.Tensor]:
         torch.manual_seed(7)
-        return train(model, two_tower_loss, **options)[0], torch.get_rng_state()
+        return models.train(model, models.two_tower_loss, **options)[0], torch.get_rng_state()
 
     first, state = losses(**APOLLO)
     second, _ = losses(**APOLLO)
@@ -50,7 +41,7 @@ def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     assert torch.equal(state, inductor_state)
 
     torch._dynamo.reset()
-    torch.compile(model, **APOLLO)(*two_tower_inputs())
+    torch.compile(model, **APOLLO)(*models.two_tower_inputs())
     segments = registry.find_models(model)[0].graphs[0].compilation.partition.graph.segments
     body_by_name = {segment.name: segment.body for segment in segments}
     assert body_by_name["image.layers.0"] == body_by_name["text.layers.0"], "the seed's number tells equal layers apart"
@@ -65,14 +56,14 @@ def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pyte
 
     for file in (bodies, whole):
         monkeypatch.setattr(file, "compile_fx_inner", refuse)
-    model = TwoTowers(dropout=0.3)
+    model = models.TwoTowers(dropout=0.3)
 
-    def run(**options: object) -> Training:
+    def run(**options: object) -> models.Training:
         torch.manual_seed(7)
-        return train(model, two_tower_loss, **options)
+        return models.train(model, models.two_tower_loss, **options)
 
     others = registry.compiled_models()
-    assert_same_training(run(), run(**UNCOMPILED))
+    models.assert_same_training(run(), run(**UNCOMPILED))
     graphs = [graph for model in registry.compiled_models() if model not in others for graph in model.graphs]
     assert len(graphs) == 2 and all(len({span.lane for span in graph.trace().spans}) > 1 for graph in graphs)
 
@@ -83,7 +74,7 @@ def test_batch_norm_buffers_frozen_and_unused_modules_train_as_in_eager() -> Non
     left, right = (nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2))
     owned = {"left": left, "right": right, "frozen": nn.Linear(16, 8).requires_grad_(False), "unused": nn.Linear(2, 2)}
     model = Wrapped(lambda own, x: own.left(x) * own.right(x) + own.frozen(x), **owned)
-    assert_trains_as_in_eager(model, lambda run: run(floats(32, 16)).pow(2).mean(), **UNCOMPILED)
+    models.assert_trains_as_in_eager(model, lambda run: run(floats(32, 16)).pow(2).mean(), **UNCOMPILED)
 
 
 def _mutate_input(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -130,9 +121,9 @@ def _aliases(outputs: object, inputs: tuple[torch.Tensor, ...]) -> list[list[boo
 @pytest.mark.robustness("Training loops", "no_grad and inference_mode")
 def test_no_grad_and_inference_mode_give_eagers_values() -> None:
     """The inference graph is cut and planned as well."""
-    model = TwoTowers().eval()
+    model = models.TwoTowers().eval()
     run = torch.compile(model, **APOLLO)
-    inputs = two_tower_inputs()
+    inputs = models.two_tower_inputs()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
@@ -141,13 +132,13 @@ def test_no_grad_and_inference_mode_give_eagers_values() -> None:
 @pytest.mark.robustness("Training loops", "autocast")
 def test_bf16_autocast_trains_within_its_tolerance() -> None:
     """Autocast is part of the traced graph."""
-    model = TwoTowers()
+    model = models.TwoTowers()
 
     def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return run(*two_tower_inputs()).float().square().mean()
+            return run(*models.two_tower_inputs()).float().square().mean()
 
-    expected, actual = train(model, loss_of)[0], train(model, loss_of, **UNCOMPILED)[0]
+    expected, actual = models.train(model, loss_of)[0], models.train(model, loss_of, **UNCOMPILED)[0]
     torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
 
 
@@ -268,9 +259,9 @@ def test_inference_tensors_can_be_written_to(either: dict[str, Any]) -> None:
 @pytest.mark.robustness("Training loops", "a fork after a step")
 def test_a_forked_child_gets_a_clear_error() -> None:
     """Lanes are threads, and threads stay behind in the parent, which goes on; the child may compile for itself."""
-    model = TwoTowers()
+    model = models.TwoTowers()
     run = torch.compile(model, **APOLLO)
-    inputs = two_tower_inputs()
+    inputs = models.two_tower_inputs()
     with torch.no_grad():
         expected = run(*inputs)
         with warnings.catch_warnings():

@@ -25,44 +25,35 @@ from apollo_compile.session import registry
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.store.profiles import default_profile, save_profile
 from apollo_compile.torch_bridge.settings import compiler_settings
+from tests.end_to_end import models
 from tests.end_to_end.marks import needs_two_cores
-from tests.end_to_end.models import (
-    NEVER_AS_LONG_NS,
-    STRICT,
-    UNTIL_PROVEN_S,
-    Tower,
-    TwoTowers,
-    assert_trains_as_in_eager,
-    two_tower_inputs,
-    two_tower_loss,
-)
 from tests.session.test_compile import SIZES_BY_DATA, chosen
 from tests.torch_settings import bfloat16_matmuls, changed, threads
 
-UNCOMPILED = {**STRICT, "runtime.bodies": "eager"}
+UNCOMPILED = {**models.STRICT, "runtime.bodies": "eager"}
 """For what plans and reports say of segments, whatever runs in them."""
 
-LANES = pytest.param(TwoTowers(), id="lanes", marks=pytest.mark.soak)
+LANES = pytest.param(models.TwoTowers(), id="lanes", marks=pytest.mark.soak)
 
 
 @needs_two_cores
-@pytest.mark.parametrize("model", [pytest.param(Tower(64, 1), id="one lane"), LANES])
+@pytest.mark.parametrize("model", [pytest.param(models.Tower(64, 1), id="one lane"), LANES])
 def test_bodies_with_parallel_loops_train_as_in_eager(model: nn.Module) -> None:
     """Compiled by g++, since the compiler of other tests may make loops serial; one lane has all cores."""
     compiler = Path(__file__).parents[2] / ".ci" / "g++"
-    inputs = two_tower_inputs()[: 1 if isinstance(model, Tower) else 2]
+    inputs = models.two_tower_inputs()[: 1 if isinstance(model, models.Tower) else 2]
     # Precompiling headers for it would take longer than the few bodies.
     changes = {"cpp.cxx": (None, str(compiler)), "cpp_cache_precompile_headers": False}
     with inductor_config.patch(changes):
         one_lane, lanes = {"plan.planner": "serial"}, {"partition.granularity": "module"}
-        options = {**STRICT, **(one_lane if isinstance(model, Tower) else lanes)}
+        options = {**models.STRICT, **(one_lane if isinstance(model, models.Tower) else lanes)}
         loss_of = lambda run: run(*inputs).square().mean()  # noqa: E731
-        assert_trains_as_in_eager(model, loss_of, backend="apollo", options=options)
+        models.assert_trains_as_in_eager(model, loss_of, backend="apollo", options=options)
     graphs = registry.compiled_models()[-1].graphs
     assert [graph.compilation.capture.role for graph in graphs] == ["forward", "backward"]
     for graph in graphs:
         units = {graph.compilation.plan.lanes[span.lane].units for span in graph.trace().spans}
-        assert units == {tuple(range(available_units()))} if isinstance(model, Tower) else len(units) > 1
+        assert units == {tuple(range(available_units()))} if isinstance(model, models.Tower) else len(units) > 1
         libraries = [Path(body.library._name).read_bytes() for body in graph.bodies if body.library is not None]
         assert any(b"GOMP_parallel" in library for library in libraries)
 
@@ -112,7 +103,7 @@ def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch
 def test_a_shape_that_depends_on_data_falls_back_in_one_line(info_log: pytest.LogCaptureFixture) -> None:
     """What segments cannot express still runs, and the log says why."""
     layer, x = chosen()
-    run = torch.compile(layer, backend="apollo", options=STRICT)
+    run = torch.compile(layer, backend="apollo", options=models.STRICT)
     with SIZES_BY_DATA, torch.no_grad():
         torch.testing.assert_close(run(x), layer(x), rtol=1e-4, atol=1e-5)
     (line,) = [record.getMessage() for record in info_log.records if "falls back" in record.getMessage()]
@@ -123,7 +114,7 @@ def test_a_shape_that_depends_on_data_falls_back_in_one_line(info_log: pytest.Lo
     assert str(report).splitlines()[0] == f"falls back: {reason[1]}"
 
 
-class Counted(TwoTowers):
+class Counted(models.TwoTowers):
     """Two towers that count tokens before they go on, as LLaVA counts those of images."""
 
     def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -135,8 +126,8 @@ class Counted(TwoTowers):
 @pytest.mark.robustness("Values", "whole numbers read from tensors")
 def test_towers_of_a_model_that_reads_a_number_run_side_by_side() -> None:
     """Each segment reads it for itself; a check that fails raises what Inductor's code would, in every call."""
-    model, inputs, tokens = Counted(), two_tower_inputs(), torch.tensor([0, 1, 2, 1])
-    run = torch.compile(model, backend="apollo", options=STRICT)
+    model, inputs, tokens = Counted(), models.two_tower_inputs(), torch.tensor([0, 1, 2, 1])
+    run = torch.compile(model, backend="apollo", options=models.STRICT)
     with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
         for found in (tokens, torch.ones_like(tokens), tokens):
             torch.testing.assert_close(run(*inputs, found), model(*inputs, found), rtol=1e-4, atol=1e-5)
@@ -147,7 +138,7 @@ def test_towers_of_a_model_that_reads_a_number_run_side_by_side() -> None:
     assert report.fallbacks == report.breaks == () and graph.num_lanes > 1
 
 
-class Checked(TwoTowers):
+class Checked(models.TwoTowers):
     """Two towers of a model that wants tokens."""
 
     def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -168,7 +159,7 @@ class Weighted(nn.Linear):
 @pytest.mark.robustness("Values", "whole numbers read from tensors, with gradients")
 def test_a_model_that_checks_a_number_trains_as_in_eager(caplog: pytest.LogCaptureFixture) -> None:
     """Forward and backward in segments; where the backward needs the number itself, both fall back, in words."""
-    inputs = (*two_tower_inputs(), torch.tensor([0, 1, 2, 1]))
+    inputs = (*models.two_tower_inputs(), torch.tensor([0, 1, 2, 1]))
     runs = []
 
     def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -177,7 +168,7 @@ def test_a_model_that_checks_a_number_trains_as_in_eager(caplog: pytest.LogCaptu
 
     for kind, roles in ((Checked, ["forward", "backward"]), (Weighted, [])):
         with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            assert_trains_as_in_eager(kind(), loss_of, backend="apollo", options=UNCOMPILED)
+            models.assert_trains_as_in_eager(kind(), loss_of, backend="apollo", options=UNCOMPILED)
         report = apollo_compile.report(runs[-1])
         assert [graph.role.value for graph in report.graphs] == roles
     ((_, reason),) = report.fallbacks
@@ -189,19 +180,19 @@ def test_one_compile_thread_compiles_when_a_body_is_needed() -> None:
     """As on a machine with one core: nothing waits for itself, and bodies are native all the same."""
     layer, x = nn.Linear(3, 5), torch.ones(7, 3)
     with fresh_cache(), inductor_config.patch(compile_threads=1), torch.no_grad():
-        torch.testing.assert_close(torch.compile(layer, backend="apollo", options=STRICT)(x), layer(x))
+        torch.testing.assert_close(torch.compile(layer, backend="apollo", options=models.STRICT)(x), layer(x))
     (graph,) = registry.find_models(layer)[0].graphs
     assert all(body.entry_address is not None for body in graph.bodies)
 
 
 def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
     """Every stage is deterministic, so its text is the same from compile to compile."""
-    model = TwoTowers()
-    inputs = two_tower_inputs()
+    model = models.TwoTowers()
+    inputs = models.two_tower_inputs()
     texts = []
     for folder in (tmp_path / "first", tmp_path / "second"):
         torch._dynamo.reset()
-        options = {**UNCOMPILED, "debug.dump": folder, "plan.time_limit_s": UNTIL_PROVEN_S}
+        options = {**UNCOMPILED, "debug.dump": folder, "plan.time_limit_s": models.UNTIL_PROVEN_S}
         torch.compile(model, backend="apollo", options=options)(*inputs).sum().backward()
         texts.append({str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.*")})
     assert texts[0] == texts[1]
@@ -213,13 +204,13 @@ def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
 
 def test_the_report_names_segments_lanes_and_times() -> None:
     """`apollo_compile.report` shows what was planned and what the last step measured."""
-    model = TwoTowers()
+    model = models.TwoTowers()
     run = torch.compile(model, backend="apollo", options=UNCOMPILED)
-    run(*two_tower_inputs()).square().mean().backward()
+    run(*models.two_tower_inputs()).square().mean().backward()
     first = apollo_compile.report(run)
     assert re.match(r"measuring, about \d+ steps left\n", str(first))
     assert all(graph.measured is None and graph.is_cold for graph in first.graphs)
-    run(*two_tower_inputs()).square().mean().backward()
+    run(*models.two_tower_inputs()).square().mean().backward()
     for found in (apollo_compile.report(model), apollo_compile.report(run)):
         assert [graph.role for graph in found.graphs] == ["forward", "backward"]
         assert all(segment.measured_ns for graph in found.graphs for segment in graph.segments)
@@ -228,7 +219,7 @@ def test_the_report_names_segments_lanes_and_times() -> None:
         assert "image.layers.0" in str(found)
         assert re.match(r"measuring, about \d+ steps left\n", str(found))
     for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
-        run(*two_tower_inputs()).square().mean().backward()
+        run(*models.two_tower_inputs()).square().mean().backward()
     assert str(apollo_compile.report(run)).startswith(f"{apollo_compile.status(run)}\n")
     assert re.fullmatch(r"settled: (plan on \d lanes?|segments in turn)", apollo_compile.status(model))
     assert apollo_compile.status(nn.Linear(1, 1)) == str(apollo_compile.report(nn.Linear(1, 1)))
@@ -271,11 +262,13 @@ def _count_after_a_reset() -> int:
 @pytest.mark.parametrize("replans", (True, False))
 def test_measured_times_replace_formulas_after_the_first_steps(tmp_path: Path, replans: bool) -> None:
     """A profile that no machine is as slow as is put right, unless that is switched off; training is as in eager."""
-    wrong = dataclasses.replace(default_profile(available_units()), name="wrong", launch_ns=NEVER_AS_LONG_NS)
+    wrong = dataclasses.replace(default_profile(available_units()), name="wrong", launch_ns=models.NEVER_AS_LONG_NS)
     save_profile(wrong, tmp_path / "wrong.json")
     options = {**UNCOMPILED, "plan.replan": replans, "device.profile": tmp_path / "wrong.json"}
     steps = 2 * (SKIPPED_RUNS + OBSERVED_RUNS)
-    assert_trains_as_in_eager(TwoTowers(), two_tower_loss, steps=steps, backend="apollo", options=options)
+    models.assert_trains_as_in_eager(
+        models.TwoTowers(), models.two_tower_loss, steps=steps, backend="apollo", options=options
+    )
     graphs = registry.compiled_models()[-1].graphs
     assert [graph.compilation.capture.role for graph in graphs] == ["forward", "backward"]
     for graph in graphs:
@@ -292,7 +285,7 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
 
     It has gradients of weights on a lane of their own, although without it they would stay with the others.
     """
-    model, inputs = Tower(64, 3), two_tower_inputs()[:1]
+    model, inputs = models.Tower(64, 3), models.two_tower_inputs()[:1]
     first = tmp_path / "first"
     options = {**UNCOMPILED, "debug.dump": first, "partition.weight_gradients": "apart"}
     torch._dynamo.reset()
@@ -307,7 +300,7 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
 
     # A directory of its own numbers its graphs from zero, as the first did.
     options = {**UNCOMPILED, "plan.file": first, "debug.dump": tmp_path / "second"}
-    assert_trains_as_in_eager(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
+    models.assert_trains_as_in_eager(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     forward, graph = registry.compiled_models()[-1].graphs
     assert forward.compilation.plan.pinned and graph.compilation.plan.pinned
     assert "read from a plan file" in str(apollo_compile.report())
@@ -320,10 +313,10 @@ def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The graph is planned as if there were no file."""
-    inputs = two_tower_inputs()
+    inputs = models.two_tower_inputs()
     for depth, options in ((1, {"debug.dump": tmp_path}), (2, {"plan.file": tmp_path, "debug.dump": tmp_path / "own"})):
         torch._dynamo.reset()
-        model = TwoTowers(depth=depth)
+        model = models.TwoTowers(depth=depth)
         with torch.no_grad():
             run = torch.compile(model, backend="apollo", options={"runtime.bodies": "eager", **options})
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
@@ -360,11 +353,11 @@ def test_a_function_that_dynamo_does_not_trace_into_may_be_part_of_a_graph() -> 
     """Its node has a description of a tree as an argument, which has no symbols."""
     untraced = torch._dynamo.nonstrict_trace(lambda x: x.cos() * 3)
 
-    class Untraced(Tower):
+    class Untraced(models.Tower):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = untraced(super().forward(x))
             return out
 
-    inputs = two_tower_inputs()[:1]
+    inputs = models.two_tower_inputs()[:1]
     loss_of = lambda run: run(*inputs).square().mean()  # noqa: E731
-    assert_trains_as_in_eager(Untraced(64, 1), loss_of, backend="apollo", options=UNCOMPILED)
+    models.assert_trains_as_in_eager(Untraced(64, 1), loss_of, backend="apollo", options=UNCOMPILED)
