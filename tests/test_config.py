@@ -28,11 +28,6 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def documented_variables() -> dict[str, str]:
-    """Return the option that every variable of the module's table sets."""
-    return dict(re.findall(r"^\| (\w+) +\| `([\w.]+)` +\|", module.__doc__ or "", re.MULTILINE))
-
-
 def option(config: Config, name: str) -> Any:
     """Return the value of a dotted option."""
     value: Any = config
@@ -267,7 +262,7 @@ def test_every_option_has_a_docstring() -> None:
 
 def test_the_table_of_variables_is_what_is_read() -> None:
     """Beside them only CUDA's own, which is shown and not used, and what a launcher says of local ranks."""
-    table = documented_variables()
+    table = dict(re.findall(r"^\| (\w+) +\| `([\w.]+)` +\|", module.__doc__ or "", re.MULTILINE))
     assert table == module._VARIABLES
     assert set(table.values()) <= set(known_options())
     strings = {n.value for n in ast.walk(ast.parse(SOURCE)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}

@@ -249,10 +249,6 @@ def test_the_next_process_begins_with_the_winner() -> None:
     assert not forgetful.default.is_settled
 
 
-def _with_size(x: torch.Tensor, count: int) -> torch.Tensor:
-    return x * count
-
-
 @torch.library.custom_op("apollo_tests::uncapturable", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _uncapturable(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
@@ -261,10 +257,6 @@ def _uncapturable(x: torch.Tensor) -> torch.Tensor:
 @_uncapturable.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
-
-
-def _with_operator(x: torch.Tensor, count: int) -> torch.Tensor:
-    return _uncapturable(x * count)
 
 
 @pytest.mark.parametrize(
@@ -287,8 +279,11 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
     default = Default(ranks=ranks, found="lane 2 ran on SMs of lane 1" if problem == "check" else None)
     default.gpu.is_captured_by_user = problem == "capture"
     default.device = torch.device("cuda", 0) if problem == "devices" else default.device
+
+    def function(x: torch.Tensor, count: int) -> torch.Tensor:
+        return _uncapturable(x * count) if problem == "operator" else x * count
+
     with changed(torch.use_deterministic_algorithms, problem == "fixed", False):
-        function = _with_operator if problem == "operator" else _with_size
         run = torch.compile(function, backend=default, dynamic=problem == "sizes")
         torch.testing.assert_close(run(torch.ones(3), 5), torch.full((3,), 5.0))
     (model,) = default.models

@@ -16,32 +16,24 @@ from apollo_compile.device.cpu.probes import Probe
 from apollo_compile.device.cpu.runtime import RuntimeTimes
 from apollo_compile.ir import KernelKind, Work
 from apollo_compile.target.lanes import lane_catalogue
-from apollo_compile.target.profile import DeviceProfile
 from tests.torch_settings import threads
-
-
-def is_complete(profile: DeviceProfile, units: int) -> bool:
-    """Whether it has every kind of kernel and every number of units, and predicts times."""
-    return (
-        (profile.kind, profile.source, profile.units) == ("cpu", "measured", units)
-        and {table.kind for table in profile.arithmetic} == set(KernelKind)
-        and {table.dtype for table in profile.arithmetic} == {"float32", "float64", "float16", "bfloat16"}
-        and {len(lane.units) for lane in lane_catalogue(units)} <= set(profile.unit_counts)
-        and profile.kernel_ns > 0
-        and (profile.handover_ns > 0) == (units > 1)
-        and predict(Work(flops=10**6, kernels=1), profile, units).duration_ns > 1
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("units", (1, 2))
 def test_a_calibration_measures_everything(units: int) -> None:
-    """Progress ends at its total; torch keeps its threads."""
+    """Every kind of kernel and every number of units; progress ends at its total, and torch keeps its threads."""
     if available_units() < units:
         pytest.skip("torch can use one core")
     num_threads, steps = torch.get_num_threads(), []
     result = calibrate(units, rounds=3, progress=lambda what, done, total: steps.append((what, done, total)))
-    assert is_complete(result.profile, units)
+    profile = result.profile
+    assert (profile.kind, profile.source, profile.units) == ("cpu", "measured", units)
+    assert {table.kind for table in profile.arithmetic} == set(KernelKind)
+    assert {table.dtype for table in profile.arithmetic} == {"float32", "float64", "float16", "bfloat16"}
+    assert {len(lane.units) for lane in lane_catalogue(units)} <= set(profile.unit_counts)
+    assert profile.kernel_ns > 0 and (profile.handover_ns > 0) == (units > 1)
+    assert predict(Work(flops=10**6, kernels=1), profile, units).duration_ns > 1
     assert torch.get_num_threads() == num_threads
     assert list(dict.fromkeys(what for what, *_ in steps)) == ["compiling test segments", "measuring", "done"]
     assert [done for _, done, _ in steps] == list(range(len(steps)))

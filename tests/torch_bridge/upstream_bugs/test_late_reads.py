@@ -24,10 +24,6 @@ def _kept(function: Callable[[Tensor, Tensor], Tensor]) -> fx.GraphModule:
     return graph_module
 
 
-def _targets(graph_module: fx.GraphModule) -> list[object]:
-    return [node.target for node in graph_module.graph.nodes if node.op == "call_function"]
-
-
 def _saved(graph_module: fx.GraphModule) -> list[object]:
     saved = (node for node in graph_module.graph.nodes if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE)
     return [node.target for node in saved]
@@ -36,7 +32,8 @@ def _saved(graph_module: fx.GraphModule) -> list[object]:
 def test_a_graph_that_writes_to_no_input_is_not_changed() -> None:
     """Nor is anything saved for its sake."""
     made = _kept(lambda x, y: x.clone() * y.sin())
-    assert _targets(made) == [aten.clone.default, aten.sin.default, aten.mul.Tensor]
+    targets = [node.target for node in made.graph.nodes if node.op == "call_function"]
+    assert targets == [aten.clone.default, aten.sin.default, aten.mul.Tensor]
     assert _saved(made) == []
 
 
