@@ -11,22 +11,10 @@ from torch import nn
 
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.tools.report import report, status
+from tests.end_to_end import twins
 from tests.end_to_end.models import TwoTowers
 from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.step_cases.turns import compile_nothing
-from tests.end_to_end.twins import (
-    EAGER,
-    Batch,
-    Chain,
-    Twins,
-    chain_batch,
-    chain_loss,
-    compile_step,
-    layer,
-    ran_as_program,
-    towers_batch,
-    towers_loss,
-)
 from tests.session.step.towers import COMPARED, batch_of, loss_of, make_towers, sgd
 
 
@@ -56,11 +44,11 @@ def test_state_that_shares_memory_is_updated_when_nothing_reads_it_any_more(
     compile_nothing(monkeypatch)
     torch.manual_seed(0)
     alike = make()  # as `Twins` makes it: a copy would share no memory
-    twins = Twins(make, loss_of, sgd, options=COMPARED, expected=alike)
+    pair = twins.Twins(make, loss_of, sgd, options=COMPARED, expected=alike)
     for number in range(20):
-        twins.take(batch_of(number))
+        pair.take(batch_of(number))
     assert ("shares memory with another input" in info_log.text) is (make is not flat)
-    tuners = twins.step.tuners
+    tuners = pair.step.tuners
     assert tuners and (tuners[0].program.optimizer is not None) is (make is flat)
 
 
@@ -68,50 +56,50 @@ def test_a_loss_that_the_loss_function_keeps_has_its_value() -> None:
     """The usual way to log it: Dynamo stores what the graph returned, before a program has run."""
     logs: dict[str, torch.Tensor] = {}
 
-    def keep(model: nn.Module, batch: Batch) -> torch.Tensor:
-        logs["loss"] = chain_loss(model, batch)
+    def keep(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
+        logs["loss"] = twins.chain_loss(model, batch)
         return logs["loss"]
 
-    step = compile_step(Chain(), keep, options=EAGER)
+    step = twins.compile_step(twins.Chain(), keep, options=twins.EAGER)
     for seed in range(4):
-        loss = step(chain_batch(seed))
+        loss = step(twins.chain_batch(seed))
         torch.testing.assert_close(logs["loss"].detach(), loss)
-    assert ran_as_program(step)
+    assert twins.ran_as_program(step)
 
 
 def test_a_tensor_that_is_kept_may_be_read_by_the_next_micro_batch() -> None:
     """Then a step is a loop, since no program could pass it on in time."""
     before = {"loss": torch.zeros(())}
 
-    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-        loss = towers_loss(model, batch) + before["loss"]
+    def loss_fn(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
+        loss = twins.towers_loss(model, batch) + before["loss"]
         before["loss"] = loss.detach()
         return loss
 
     model = TwoTowers(depth=1)
-    step = compile_step(model, loss_fn, microbatches=2, options=EAGER)
-    found = [step(towers_batch(seed)) for seed in range(6)]
+    step = twins.compile_step(model, loss_fn, microbatches=2, options=twins.EAGER)
+    found = [step(twins.towers_batch(seed)) for seed in range(6)]
     before["loss"] = torch.zeros(())
     with torch.no_grad():
-        parts = [split_evenly(towers_batch(seed), 2) for seed in range(6)]
+        parts = [split_evenly(twins.towers_batch(seed), 2) for seed in range(6)]
         expected = [torch.stack([loss_fn(model, part) for part in each]).mean() for each in parts]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def keeps(model: Any, batch: Batch) -> Any:
+def keeps(model: Any, batch: twins.Batch) -> Any:
     """Return the loss, as a tensor and as a number, which the model keeps."""
-    loss = chain_loss(model.layer, batch)
+    loss = twins.chain_loss(model.layer, batch)
     model.latest = loss.item()
     return loss, {"loss": model.latest}
 
 
-def prints(model: nn.Module, batch: Batch) -> Any:
+def prints(model: nn.Module, batch: twins.Batch) -> Any:
     """Return the loss twice, and print a line."""
     print("a step")
     return model(batch)
 
 
-def counts(model: nn.Module, batch: Batch) -> Any:
+def counts(model: nn.Module, batch: twins.Batch) -> Any:
     """Return the loss, and a whole number that is read."""
     scores = model.layer(batch["x"])
     return scores.square().mean(), {"positive": (scores > 0).sum().item()}
@@ -121,14 +109,14 @@ def counts(model: nn.Module, batch: Batch) -> Any:
     "loss_fn", [lambda model, batch: model(batch), prints, counts], ids=["keeps", "prints", "counts"]
 )
 def test_a_loss_function_that_logs_is_a_loop_and_a_line_says_what_to_do(
-    loss_fn: Callable[[nn.Module, Batch], Any], info_log: pytest.LogCaptureFixture
+    loss_fn: Callable[[nn.Module, twins.Batch], Any], info_log: pytest.LogCaptureFixture
 ) -> None:
     """In the log and in the first line of the report; numbers are those of the step that was taken."""
-    model = Wrapped(keeps, layer=layer(), latest=0.0)
-    step = compile_step(model, loss_fn, options=EAGER)
+    model = Wrapped(keeps, layer=twins.layer(), latest=0.0)
+    step = twins.compile_step(model, loss_fn, options=twins.EAGER)
     for seed in range(4):
-        loss, latest = step(chain_batch(seed)), model.latest
-        expected, numbers = loss_fn(model, chain_batch(seed))
+        loss, latest = step(twins.chain_batch(seed)), model.latest
+        expected, numbers = loss_fn(model, twins.chain_batch(seed))
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
         assert step.outputs[1] == pytest.approx(numbers) and latest == pytest.approx(model.latest)
     assert "read `step.outputs` after the step" in info_log.text
@@ -153,13 +141,13 @@ def test_a_model_may_assign_a_tensor_to_where_it_was(count: int) -> None:
     """The step is a program all the same, which reads what is there in every step."""
     schedule = Schedule()
     levels = schedule.levels
-    loss_fn = lambda model, batch: towers_loss(model, batch) * schedule.level(batch["x"])  # noqa: E731
-    twins = Twins(lambda: TwoTowers(depth=1), loss_fn, count=count)
+    loss_fn = lambda model, batch: twins.towers_loss(model, batch) * schedule.level(batch["x"])  # noqa: E731
+    pair = twins.Twins(lambda: TwoTowers(depth=1), loss_fn, count=count)
     for seed in range(5):
         levels[2] = seed + 1
-        twins.take(towers_batch(seed))
+        pair.take(twins.towers_batch(seed))
         assert schedule.levels is levels
-    assert twins.step.verdicts == ["plan"]
+    assert pair.step.verdicts == ["plan"]
 
 
 def test_an_rnn_is_a_loop_and_a_line_says_what_to_do(info_log: pytest.LogCaptureFixture) -> None:
@@ -170,12 +158,12 @@ def test_an_rnn_is_a_loop_and_a_line_says_what_to_do(info_log: pytest.LogCapture
 
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 8, batch_first=True), torch.randn(4, 5, 6)
-    step = compile_step(model, loss_fn, options=EAGER)
+    step = twins.compile_step(model, loss_fn, options=twins.EAGER)
     step(x)
     flag = "torch._dynamo.config.allow_rnn = True"
     assert f"`{flag}` lets Dynamo trace it" in info_log.text
     with torch._dynamo.config.patch(allow_rnn=True):
-        step = compile_step(model, loss_fn, options=EAGER)
+        step = twins.compile_step(model, loss_fn, options=twins.EAGER)
         losses = [step(x) for _ in range(3)]
-    assert ran_as_program(step)
+    assert twins.ran_as_program(step)
     torch.testing.assert_close(losses[-1], loss_fn(model, x).detach(), rtol=1e-4, atol=1e-5)

@@ -15,22 +15,12 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 from apollo_compile.ir import Variant
-from tests.end_to_end.twins import (
-    EAGER,
-    Batch,
-    Twins,
-    chain_batch,
-    chain_loss,
-    compile_step,
-    layer,
-    ran_as_program,
-    state_of,
-)
+from tests.end_to_end import twins
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def batch_of(seed: int) -> Batch:
+def batch_of(seed: int) -> twins.Batch:
     """Return texts of different lengths, padded to the same one, with a number."""
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -41,7 +31,7 @@ def batch_of(seed: int) -> Batch:
     }
 
 
-def asks_for_a_number(model: nn.Module, batch: Batch) -> torch.Tensor:
+def asks_for_a_number(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
     """Return a loss that depends on whether anything is masked."""
     loss = model(batch["x"]).square().mean()
     if batch["mask"].sum().item() > 0:  # here
@@ -49,25 +39,25 @@ def asks_for_a_number(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def cuts_by_a_number(model: nn.Module, batch: Batch) -> torch.Tensor:
+def cuts_by_a_number(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
     """Return the loss of as many words as a tensor says."""
     x = model(batch["x"][:, : batch["lengths"][0].item()])
     return (x @ x.mT).square().mean()  # here
 
 
-def divides_by_a_number(model: nn.Module, batch: Batch) -> torch.Tensor:
+def divides_by_a_number(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
     """Return a loss that depends on the reciprocal of a number."""
     scores = model(batch["x"]).mT
     return functional.cross_entropy(scores, scores.argmax(1), label_smoothing=1 / float(batch["t"][0]))  # here
 
 
-def trims_to_the_longest(model: nn.Module, batch: Batch) -> torch.Tensor:
+def trims_to_the_longest(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
     """Return the loss of attention over texts trimmed to the longest of them."""
     x = model(batch["x"][:, : int(batch["lengths"].max())])
     return functional.scaled_dot_product_attention(x, x, x).square().mean()  # here
 
 
-def loops_as_often_as_a_number_says(model: nn.Module, batch: Batch) -> torch.Tensor:
+def loops_as_often_as_a_number_says(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
     """Return the loss of a model that is applied several times."""
     x = batch["x"]
     for _ in range(batch["lengths"][0].item()):  # here
@@ -91,13 +81,13 @@ class Compared(torch.autograd.Function):
         return (x @ x.mT).softmax(-1) @ gradient  # here
 
 
-def fails_backward(model: nn.Module, batch: Batch) -> torch.Tensor:
+def fails_backward(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
     """Return a loss of which Inductor compiles only the forward."""
     loss: torch.Tensor = Compared.apply(model(batch["x"][:, : int(batch["lengths"].max())])).square().mean()  # type: ignore[no-untyped-call]
     return loss
 
 
-def plain_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+def plain_loss(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
     """Return the loss of a model."""
     return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
 
@@ -115,13 +105,13 @@ def line_of(function: Callable[..., Any]) -> str:
 
 
 FORMS = [
-    (asks_for_a_number, layer, line_of(asks_for_a_number)),
-    (cuts_by_a_number, layer, line_of(cuts_by_a_number)),
-    (divides_by_a_number, layer, line_of(divides_by_a_number)),
-    (trims_to_the_longest, layer, line_of(trims_to_the_longest)),
-    (loops_as_often_as_a_number_says, layer, line_of(loops_as_often_as_a_number_says)),
+    (asks_for_a_number, twins.layer, line_of(asks_for_a_number)),
+    (cuts_by_a_number, twins.layer, line_of(cuts_by_a_number)),
+    (divides_by_a_number, twins.layer, line_of(divides_by_a_number)),
+    (trims_to_the_longest, twins.layer, line_of(trims_to_the_longest)),
+    (loops_as_often_as_a_number_says, twins.layer, line_of(loops_as_often_as_a_number_says)),
     pytest.param(
-        *(fails_backward, layer, line_of(Compared)),
+        *(fails_backward, twins.layer, line_of(Compared)),
         marks=pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does
     ),
     (plain_loss, cumulative_norm, r"batchnorm\.py:\d+: "),
@@ -133,28 +123,28 @@ def test_a_loss_function_that_reads_a_number_runs_in_pieces_and_a_line_says_wher
     loss_fn: Callable[..., torch.Tensor], make: Callable[[], nn.Module], place: str, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Losses, parameters and buffers are those of the loop in eager, also where another number comes later."""
-    twins = Twins(make, loss_fn, SGD, count=2)
+    pair = twins.Twins(make, loss_fn, SGD, count=2)
     for seed in range(3):
-        twins.take(batch_of(seed))
+        pair.take(batch_of(seed))
     (line,) = {each.getMessage() for each in info_log.records if "stays a loop" in each.getMessage()}
     assert re.search(f"the loss function is not one graph: .* in .*{place}", line), line
-    assert [verdict.partition(":")[0] for verdict in twins.step.verdicts] == [Variant.LOOP]
+    assert [verdict.partition(":")[0] for verdict in pair.step.verdicts] == [Variant.LOOP]
 
 
 def test_a_program_stays_where_code_that_is_no_graph_comes_later(info_log: pytest.LogCaptureFixture) -> None:
     """Steps that the new code is part of run in pieces and are not compiled again; batches of the other kind do not."""
 
-    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+    def loss_fn(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
         return asks_for_a_number(model, batch) if batch["x"].shape[1] == 6 and is_asked else plain_loss(model, batch)
 
     is_asked = False
-    twins = Twins(layer, loss_fn, SGD)
+    pair = twins.Twins(twins.layer, loss_fn, SGD)
     kinds = [batch_of(0), {**batch_of(1), "x": batch_of(1)["x"][:, :3]}]
     for number in range(12):
         is_asked = number >= 8
-        twins.take(kinds[number % 2])
+        pair.take(kinds[number % 2])
     assert sum("stays a loop" in each.getMessage() for each in info_log.records) == 1
-    assert Variant.PLAN in twins.step.verdicts
+    assert Variant.PLAN in pair.step.verdicts
 
 
 class RefusedError(Exception):
@@ -165,16 +155,16 @@ def test_errors_of_the_loss_function_reach_the_user_after_one_call() -> None:
     """They are those of eager, whatever was evaluated before, and the next batch is one graph."""
     num_calls = 0
 
-    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+    def loss_fn(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
         nonlocal num_calls
         num_calls += 1
         if batch["x"].shape[1] == 5:
             raise RefusedError("five")
         return plain_loss(model, batch)
 
-    model, batch = layer(), batch_of(0)
-    step = compile_step(model, loss_fn, SGD(model.parameters()), options=EAGER)
-    before = state_of(model)
+    model, batch = twins.layer(), batch_of(0)
+    step = twins.compile_step(model, loss_fn, SGD(model.parameters()), options=twins.EAGER)
+    before = twins.state_of(model)
     with pytest.raises(RefusedError, match=r"^five$"):
         step({**batch, "x": batch["x"][:, :5]})
     assert num_calls == 1
@@ -188,12 +178,12 @@ def test_errors_of_the_loss_function_reach_the_user_after_one_call() -> None:
 
 def test_frequent_kinds_of_batches_get_programs_until_dynamo_compiles_no_more(caplog: pytest.LogCaptureFixture) -> None:
     """The limit is said once, with what changed; further sizes run as rare ones do."""
-    twins = Twins(layer)
+    pair = twins.Twins(twins.layer)
     for seed, size in enumerate([size for size in range(4, 16) for _ in range(4)]):
-        twins.take(chain_batch(seed, size))
+        pair.take(twins.chain_batch(seed, size))
     limit = torch._dynamo.config.recompile_limit
-    assert len(twins.step.tuners) == limit
-    (reason,) = twins.step.reasons_for_loops
+    assert len(pair.step.tuners) == limit
+    (reason,) = pair.step.reasons_for_loops
     assert re.fullmatch(f"{limit} graphs .* Dynamo's limit, one again, since size 0 of .* changed from 9 to 10", reason)
     assert sum("hit config" in record.getMessage() for record in caplog.records) == 1
 
@@ -201,33 +191,33 @@ def test_frequent_kinds_of_batches_get_programs_until_dynamo_compiles_no_more(ca
 @pytest.mark.parametrize("count", [1, 2])
 def test_batches_whose_size_changes_in_every_step_are_compiled_for_all_sizes(count: int) -> None:
     """As lengths of texts do; once a size has come three times, it has a program."""
-    twins = Twins(layer, count=count)
+    pair = twins.Twins(twins.layer, count=count)
     counters.clear()
     for seed, size in enumerate([*range(8, 30, 2), 12, 12, 12]):
-        twins.take(chain_batch(seed, size))
+        pair.take(twins.chain_batch(seed, size))
         most = 3 if seed < 12 else 4  # the first size, one for others, all sizes; and a frequent one
         assert counters["stats"]["unique_graphs"] <= most
-    assert len(twins.step.tuners) == 2 and counters["stats"]["unique_graphs"] == 4
+    assert len(pair.step.tuners) == 2 and counters["stats"]["unique_graphs"] == 4
 
 
 def test_parts_of_different_sizes_are_compiled_for_all_sizes() -> None:
     """As where a batch is split by length."""
 
-    def split(batch: Batch, count: int) -> list[Batch]:
+    def split(batch: twins.Batch, count: int) -> list[twins.Batch]:
         rows = len(batch["x"]) // 2 - 1
         return [{name: each[part] for name, each in batch.items()} for part in (slice(rows), slice(rows, None))]
 
-    twins = Twins(layer, count=2, split=split)
+    pair = twins.Twins(twins.layer, count=2, split=split)
     counters.clear()
     for seed, size in enumerate(range(10, 40, 2)):
-        twins.take(chain_batch(seed, size))
+        pair.take(twins.chain_batch(seed, size))
     assert counters["stats"]["unique_graphs"] <= 6
 
 
 def test_every_step_of_a_process_may_be_a_program() -> None:
     """Dynamo's limit of compiles is for each of them, as in a sweep over settings."""
-    steps = [compile_step(layer(), chain_loss, options=EAGER) for _ in range(10)]
+    steps = [twins.compile_step(twins.layer(), twins.chain_loss, options=twins.EAGER) for _ in range(10)]
     for step in steps:
         for seed in range(2):
-            step(chain_batch(seed, 4))
-    assert all(ran_as_program(step) for step in steps)
+            step(twins.chain_batch(seed, 4))
+    assert all(twins.ran_as_program(step) for step in steps)

@@ -12,69 +12,58 @@ from torch import nn
 
 from apollo_compile.ir import Variant
 from apollo_compile.session.step.split import split_evenly
+from tests.end_to_end import twins
 from tests.end_to_end.step_cases.turns import compile_nothing, take_turns
-from tests.end_to_end.twins import (
-    EAGER,
-    Chain,
-    Twins,
-    chain_batch,
-    chain_loss,
-    compile_step,
-    make_towers_twice,
-    ran_as_program,
-    run_loop,
-    state_of,
-    towers_batch,
-    towers_loss,
-)
 from tests.session.step.towers import batch_of, loss_of, make_towers, sgd
 
 NUM_STEPS = 12
 
-release = partial(compile_step, keep_gradients=False)
+release = partial(twins.compile_step, keep_gradients=False)
 
 
 def test_memory_that_is_shared_later_is_seen() -> None:
     """Parameters that get the memory of others, and batches in memory of a parameter, between two steps."""
-    twins = Twins(make_towers, loss_of, sgd)
+    pair = twins.Twins(make_towers, loss_of, sgd)
     for number in range(16):
         batches = [batch_of(number)] * 2
         if number == 5:
-            for each in twins.both:
+            for each in pair.both:
                 each.right[0][0].weight.data = each.left[0][0].weight.data
         if number > 10:
-            batches = [each.left[1][0].weight.detach()[:8] for each in twins.both]
-        twins.take(*batches)
-        assert ("shares memory" in str(twins.step.verdicts)) is (number >= 5)
+            batches = [each.left[1][0].weight.detach()[:8] for each in pair.both]
+        pair.take(*batches)
+        assert ("shares memory" in str(pair.step.verdicts)) is (number >= 5)
 
 
 def test_gradients_of_another_dtype_are_left_by_the_loop() -> None:
     """Run loops while a parameter of bfloat16 asks for gradients of float32, and programs afterwards."""
-    twins = Twins(lambda: make_towers(depth=1), loss_of, sgd)
+    pair = twins.Twins(lambda: make_towers(depth=1), loss_of, sgd)
     for number in range(6):
-        for each in twins.both:
+        for each in pair.both:
             first = next(each.parameters())
             first.grad = None
             first.grad_dtype = torch.float64 if number in (2, 3) else torch.float32
-        twins.take(batch_of(number))
-        assert next(twins.model.parameters()).grad.dtype is next(twins.expected.parameters()).grad.dtype
-        assert ("may have another dtype than its parameter" in str(twins.step.verdicts)) is (number in (2, 3))
+        pair.take(batch_of(number))
+        assert next(pair.model.parameters()).grad.dtype is next(pair.expected.parameters()).grad.dtype
+        assert ("may have another dtype than its parameter" in str(pair.step.verdicts)) is (number in (2, 3))
 
 
 @pytest.mark.parametrize("name", ["layers.0.0.weight", "layers.0.1.running_mean", "layers.2.0.weight"])
 def test_a_backward_after_a_step_sees_what_was_written_to(name: str) -> None:
     """Raise in a pending backward as eager does, whichever kernel has updated; one layer has no optimizer."""
     torch._dynamo.reset()
-    model = Chain()
-    step = compile_step(model, chain_loss, torch.optim.AdamW(model.layers[:2].parameters()), options=EAGER)
+    model = twins.Chain()
+    step = twins.compile_step(
+        model, twins.chain_loss, torch.optim.AdamW(model.layers[:2].parameters()), options=twins.EAGER
+    )
     for seed in range(3):
         product = torch.ones(16, requires_grad=True) * model.state_dict(keep_vars=True)[name]
-        step(chain_batch(seed))
+        step(twins.chain_batch(seed))
         is_written = not name.startswith("layers.2")
         with pytest.raises(RuntimeError, match="modified by an inplace operation") if is_written else nullcontext():
             product.sum().backward()
         model.zero_grad()
-    assert ran_as_program(step)
+    assert twins.ran_as_program(step)
 
 
 @pytest.mark.parametrize("num_good", [0, 1], ids=["first", "last"])
@@ -83,7 +72,7 @@ def test_an_error_inside_a_program_says_which_parameters_were_updated(
 ) -> None:
     """All others are as they were; where none was, nothing is said."""
     model = make_towers(depth=1)
-    step = compile_step(model, loss_of, sgd(model.parameters()), options=EAGER)
+    step = twins.compile_step(model, loss_of, sgd(model.parameters()), options=twins.EAGER)
     for number in range(3):
         step(batch_of(number))
     parts = step.tuners[0].program.optimizer
@@ -95,7 +84,7 @@ def test_an_error_inside_a_program_says_which_parameters_were_updated(
         takes.pop()(parameters, gradients)
 
     monkeypatch.setattr(parts, "step", fail)
-    before = state_of(model)
+    before = twins.state_of(model)
     with pytest.raises(RuntimeError, match="the optimizer failed") as raised:
         step(batch_of(3))
     changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
@@ -112,30 +101,30 @@ def test_gradients_are_released_or_kept_in_every_variant(
     """A step that releases them trains as one that does not."""
     turns = take_turns(monkeypatch)
     compile_nothing(monkeypatch)
-    (model, own), (eager, others) = make_towers_twice(partial(torch.optim.SGD, lr=1e-4, momentum=0.9))
-    settings = {"clip_grad_norm": clip, "keep_gradients": keep, "options": {**EAGER, "plan.autotune": True}}
-    step = compile_step(model, towers_loss, own, microbatches=count, **settings)
+    (model, own), (eager, others) = twins.make_towers_twice(partial(torch.optim.SGD, lr=1e-4, momentum=0.9))
+    settings = {"clip_grad_norm": clip, "keep_gradients": keep, "options": {**twins.EAGER, "plan.autotune": True}}
+    step = twins.compile_step(model, twins.towers_loss, own, microbatches=count, **settings)
     for seed in range(NUM_STEPS):
-        step(towers_batch(seed))
-        run_loop(eager, towers_loss, split_evenly(towers_batch(seed), count), None, clip)
+        step(twins.towers_batch(seed))
+        twins.run_loop(eager, twins.towers_loss, split_evenly(twins.towers_batch(seed), count), None, clip)
         for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad if keep else None, rtol=1e-3, atol=1e-5)
         others.step()
         others.zero_grad()
-    torch.testing.assert_close(state_of(model), state_of(eager), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(twins.state_of(model), twins.state_of(eager), rtol=1e-4, atol=1e-5)
     (tuner,) = step.tuners
     assert turns.has_left_the_loop and not turns.missing(tuner)
 
 
 def test_gradients_that_no_optimizer_uses_stay() -> None:
     """They add up from step to step, as in the loop, whose `zero_grad` knows nothing of them."""
-    (model, _), (eager, _) = make_towers_twice(torch.optim.SGD)
+    (model, _), (eager, _) = twins.make_towers_twice(torch.optim.SGD)
     stepped, *_ = (list(next(each.children()).parameters()) for each in (model, eager))
     own, others = (torch.optim.SGD(next(each.children()).parameters(), lr=0.01) for each in (model, eager))
-    step = release(model, towers_loss, own, options=EAGER)
+    step = release(model, twins.towers_loss, own, options=twins.EAGER)
     for seed in range(6):
-        step(towers_batch(seed))
-        run_loop(eager, towers_loss, [towers_batch(seed)], others)
+        step(twins.towers_batch(seed))
+        twins.run_loop(eager, twins.towers_loss, [twins.towers_batch(seed)], others)
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         is_stepped = any(mine is each for each in stepped)
         torch.testing.assert_close(mine.grad, None if is_stepped else theirs.grad, rtol=1e-4, atol=1e-5)
@@ -143,36 +132,36 @@ def test_gradients_that_no_optimizer_uses_stay() -> None:
 
 def test_gradients_that_were_zeroed_in_place_make_a_loop_that_says_what_to_do() -> None:
     """Zeros are gradients, too, that an optimizer would use."""
-    model = Chain()
+    model = twins.Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
-    step = compile_step(model, chain_loss, optimizer, options=EAGER)
+    step = twins.compile_step(model, twins.chain_loss, optimizer, options=twins.EAGER)
     for seed in range(3):
-        step(chain_batch(seed))
+        step(twins.chain_batch(seed))
     assert "layers.0.0.weight has one; set it to None before the step" in step.verdicts[0]
 
 
 def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
     """Such steps are a loop, and a line says so."""
-    (model, optimizer), _ = make_towers_twice(partial(torch.optim.SGD, lr=0.01))
-    step = release(model, towers_loss, optimizer, options=EAGER)
+    (model, optimizer), _ = twins.make_towers_twice(partial(torch.optim.SGD, lr=0.01))
+    step = release(model, twins.towers_loss, optimizer, options=twins.EAGER)
     for seed in range(6):
         if seed == 4:
             left = optimizer.param_groups[0]["params"].pop()
-        step(towers_batch(seed))
+        step(twins.towers_batch(seed))
     assert left.grad is not None and "does not step some parameters" in "".join(step.verdicts)
 
 
 def test_a_layer_that_is_replaced_by_one_of_the_same_shape_gets_a_program() -> None:
     """Dynamo calls the same graph, with other parameters, and the optimizer steps these instead."""
-    twins = Twins(make_towers, loss_of, sgd)
+    pair = twins.Twins(make_towers, loss_of, sgd)
     for number in range(10):
         if number == 4:
-            assert twins.step.tuners
-            for each, updates in zip(twins.both, (twins.own, twins.others), strict=True):
+            assert pair.step.tuners
+            for each, updates in zip(pair.both, (pair.own, pair.others), strict=True):
                 torch.manual_seed(0)
                 each.left[0][0] = nn.Linear(16, 16)
                 updates.param_groups[0]["params"] = list(each.parameters())
-        twins.take(batch_of(number))
-    (tuner,) = twins.step.tuners
+        pair.take(batch_of(number))
+    (tuner,) = pair.step.tuners
     assert tuner.current is not Variant.LOOP and tuner.held_back is None
