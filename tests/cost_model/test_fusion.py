@@ -77,7 +77,6 @@ GROUPED: dict[str, tuple[list[Node], tuple[int, int, int]]] = {
         ],
         (100, 100, 1),
     ),
-    "a pointwise operator is a loop": ([_node(1, EXP, (0,)), _node(2, "aten.mul.Tensor", (1,))], (100, 100, 1)),
     "a library call stands alone": (
         [_node(1, EXP, (0,)), _node(2, "aten.convolution_backward.default", (1,)), _node(3, EXP, (2,))],
         (300, 300, 3),

@@ -19,7 +19,7 @@ from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Bottleneck, Limit, Stage, State
 from apollo_compile.reports.words import describe, describe_state
 from benchmarks.graphs import WORKLOADS
-from tests.reports.reports import VERDICT, a_break, full_report, report_of, told_of, workload_report
+from tests.reports.reports import VERDICT, a_break, report_of, told_of, workload_report
 from tests.reports.test_summary import NOTHING, RUN, compilation, trace
 
 
@@ -104,12 +104,6 @@ def test_numbers_of_real_plans_agree_with_each_other(workload: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- JSON
-
-
-def test_json_is_read_back_as_the_same_report() -> None:
-    """With everything that a report can have."""
-    report = full_report()
-    assert Report.from_json(report.to_json()) == report
 
 
 @pytest.mark.parametrize(
