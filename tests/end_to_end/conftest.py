@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +13,8 @@ import torch
 from apollo_compile.planner.solve import WORK_SHARE, Effort
 from benchmarks.robustness import TESTS
 from benchmarks.sweep import make_options
-from tests.conftest import name_of_line
+from tests.conftest import HowGraphsRan, name_of_line
 from tests.torch_settings import changed
-
-if TYPE_CHECKING:
-    from tests.conftest import HowGraphsRan
 
 
 @pytest.fixture(scope="session")
