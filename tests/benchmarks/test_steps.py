@@ -17,31 +17,19 @@ from apollo_compile.ir import Variant  # noqa: E402
 from apollo_compile.tools.bench.numbers import LOSS, compare_digests  # noqa: E402
 from apollo_compile.tools.bench.task import MeasuredTask  # noqa: E402
 from benchmarks.harness import whole_steps  # noqa: E402
-from benchmarks.harness.whole_steps import (  # noqa: E402
-    OF_LEARNERS,
-    CompiledStep,
-    CompiledUpdates,
-    FullBatch,
-    Loop,
-    TracedStep,
-    TracedUpdates,
-    TracedWholeStep,
-    Updates,
-    _change_of,
-)
 from benchmarks.steps import KNOWN, VARIANTS, format_overview, is_judged, make_task  # noqa: E402
 from tests.tools.test_bench import FakeChild, measured  # noqa: E402
 
 EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
 
-KINDS: Mapping[type[Loop], tuple[str | None, Mapping[str, Any]]] = {
-    Loop: ("apollo", EAGER),
-    FullBatch: (None, {}),
-    TracedStep: ("aot_eager", {}),
-    TracedWholeStep: ("aot_eager", {}),
-    CompiledStep: ("apollo", EAGER),
+KINDS: Mapping[type[whole_steps.Loop], tuple[str | None, Mapping[str, Any]]] = {
+    whole_steps.Loop: ("apollo", EAGER),
+    whole_steps.FullBatch: (None, {}),
+    whole_steps.TracedStep: ("aot_eager", {}),
+    whole_steps.TracedWholeStep: ("aot_eager", {}),
+    whole_steps.CompiledStep: ("apollo", EAGER),
 }
-ALWAYS = {(FullBatch, "sgd"), (TracedWholeStep, "sgd"), (CompiledStep, "adamw")}
+ALWAYS = {(whole_steps.FullBatch, "sgd"), (whole_steps.TracedWholeStep, "sgd"), (whole_steps.CompiledStep, "adamw")}
 """In every run; the others are traced as well, which takes a while."""
 
 
@@ -54,7 +42,7 @@ def _as_before() -> Iterator[None]:
 
 
 def _numbers(
-    kind: type[Loop], backend: str | None, options: Mapping[str, Any], task: MeasuredTask, folder: Path
+    kind: type[whole_steps.Loop], backend: str | None, options: Mapping[str, Any], task: MeasuredTask, folder: Path
 ) -> tuple[float, dict[str, Any]]:
     """Return the loss and the digest of a stepper that is asked in this process."""
     order = {
@@ -66,7 +54,7 @@ def _numbers(
     assert stepper.start() > 0
     stepper.warm_up(3)
     assert len(stepper.run(1, 2)) == 2
-    if kind in (CompiledStep, CompiledUpdates):
+    if kind in (whole_steps.CompiledStep, whole_steps.CompiledUpdates):
         assert stepper.is_settled() and set(stepper.ran()) == {Variant.PLAN}
     numbers = stepper.numbers()
     with np.load(numbers["digest"]) as arrays:
@@ -83,23 +71,29 @@ def _numbers(
         for optimizer in ("sgd", "adamw")
     ],
 )
-def test_all_kinds_of_steps_train_alike(kind: type[Loop], optimizer: str, tmp_path: Path) -> None:
+def test_all_kinds_of_steps_train_alike(kind: type[whole_steps.Loop], optimizer: str, tmp_path: Path) -> None:
     """After whatever was timed, the first weights are there again, and change as those of the loop did in eager."""
     task = make_task("chain", "tiny", 4, optimizer, 2)
-    _assert_alike(_numbers(Loop, None, {}, task, tmp_path), _numbers(kind, *KINDS[kind], task, tmp_path))
+    _assert_alike(_numbers(whole_steps.Loop, None, {}, task, tmp_path), _numbers(kind, *KINDS[kind], task, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "backend", "options"),
-    [(Updates, "apollo", EAGER), (TracedUpdates, "aot_eager", {}), (CompiledUpdates, "apollo", EAGER)],
+    [
+        (whole_steps.Updates, "apollo", EAGER),
+        (whole_steps.TracedUpdates, "aot_eager", {}),
+        (whole_steps.CompiledUpdates, "apollo", EAGER),
+    ],
 )
 def test_updates_of_a_learner_train_alike(
-    kind: type[Loop], backend: str, options: Mapping[str, Any], tmp_path: Path
+    kind: type[whole_steps.Loop], backend: str, options: Mapping[str, Any], tmp_path: Path
 ) -> None:
     """With losses compiled by themselves, with traced steps, and with compiled ones."""
     task = make_task("sac", "tiny", 8, "its own", 1)
-    _assert_alike(_numbers(Updates, None, {}, task, tmp_path), _numbers(kind, backend, options, task, tmp_path))
+    _assert_alike(
+        _numbers(whole_steps.Updates, None, {}, task, tmp_path), _numbers(kind, backend, options, task, tmp_path)
+    )
 
 
 def _assert_alike(expected: tuple[float, dict[str, Any]], actual: tuple[float, dict[str, Any]]) -> None:
@@ -112,9 +106,9 @@ def _assert_alike(expected: tuple[float, dict[str, Any]], actual: tuple[float, d
 
 def test_every_variant_has_a_stepper_and_the_reference_comes_first() -> None:
     """Names of classes are data for other processes."""
-    for stepper in (*(variant.stepper for variant in KNOWN.values()), *OF_LEARNERS.values()):
+    for stepper in (*(variant.stepper for variant in KNOWN.values()), *whole_steps.OF_LEARNERS.values()):
         module, _, name = stepper.partition(":")
-        assert module == whole_steps.__name__ and issubclass(getattr(whole_steps, name), Loop)
+        assert module == whole_steps.__name__ and issubclass(getattr(whole_steps, name), whole_steps.Loop)
     assert VARIANTS[0].name == "eager"
 
 
@@ -147,6 +141,8 @@ def test_a_rounding_of_a_weight_is_no_difference_of_its_change(dtype: torch.dtyp
     first = torch.tensor([0.2, -0.01], dtype=dtype)
     now = first + 100 * torch.finfo(dtype).eps * first
     rounded = torch.nextafter(now, torch.ones_like(now))
-    expected, other, still = ({"w": _change_of(first, each), LOSS: np.float32(1.0)} for each in (now, rounded, first))
+    expected, other, still = (
+        {"w": whole_steps._change_of(first, each), LOSS: np.float32(1.0)} for each in (now, rounded, first)
+    )
     assert 0.0 < compare_digests(other, expected).gradient_rel < 1e-3
     assert compare_digests(still, expected).gradient_rel > 1e-2
