@@ -17,13 +17,7 @@ from apollo_compile.device.cpu import discover
 from apollo_compile.device.cpu.discover import discover_profile
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.ir import KernelKind
-from apollo_compile.store.profiles import (
-    cached_profile_path,
-    default_profile,
-    inspect_profile,
-    load_profile,
-    save_profile,
-)
+from apollo_compile.store import profiles
 from apollo_compile.target.profile import Rate, limit_units
 from tests.profiles import CPU
 
@@ -50,7 +44,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_quick_measurement_scales_the_default() -> None:
     """A real one: other arithmetic than matmuls by one factor, bytes by another; torch keeps its thread count."""
     threads = torch.get_num_threads()
-    profile, default = discover_profile(2), default_profile(2)
+    profile, default = discover_profile(2), profiles.default_profile(2)
     assert (profile.source, profile.units, torch.get_num_threads()) == ("scaled", 2, threads)
 
     def ratios(tables: list[tuple[Rate, ...]], others: list[tuple[Rate, ...]]) -> list[float]:
@@ -69,7 +63,7 @@ def test_a_quick_measurement_scales_the_default() -> None:
 
 def test_matmuls_of_float32_are_scaled_by_the_library_of_bodies(measured: list[str]) -> None:
     """It takes half of the time of BLAS here, which other arithmetic and other types are scaled by."""
-    default = default_profile(2)
+    default = profiles.default_profile(2)
     for table, before in zip(discover_profile(2).arithmetic, default.arithmetic, strict=True):
         by_body = (table.kind, table.dtype) == (KernelKind.MATMUL, "float32")
         own_ns = 1e9 * 2 * 256**3 / default.flops_per_s(KernelKind.MATMUL, "float32", 2 * 256**3, 1)
@@ -117,7 +111,7 @@ def test_fewer_cores_use_the_calibrated_profile_of_more(
     discover_profile.cache_clear()
     assert discover_profile(2, cache_dir=tmp_path).source == "scaled"
     profile = replace(CPU, units=4, source="measured")
-    save_profile(profile, cached_profile_path(tmp_path, 4), fingerprint=machine_fingerprint(4))
+    profiles.save_profile(profile, profiles.cached_profile_path(tmp_path, 4), fingerprint=machine_fingerprint(4))
     discover_profile.cache_clear()
     assert discover_profile(1, cache_dir=tmp_path) == limit_units(profile, 1) and len(measured) == 2
 
@@ -129,7 +123,7 @@ def test_a_damaged_file_is_one_warning(
     tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
     """Half-written, foreign and incomplete files are named, and the scaled default is used."""
-    path = cached_profile_path(tmp_path, 2)
+    path = profiles.cached_profile_path(tmp_path, 2)
     path.write_text(content)
     profile = discover_profile(2, cache_dir=tmp_path)
     (record,) = caplog.records
@@ -160,9 +154,11 @@ def test_a_stale_profile_is_one_warning_if_the_user_made_it_else_taken_anew(
     source: Literal["measured", "scaled"],
 ) -> None:
     """A calibration took minutes and stays on disk; files of earlier versions do not say how they were measured."""
-    path, fingerprint = cached_profile_path(tmp_path, 2), machine_fingerprint(2)
+    path, fingerprint = profiles.cached_profile_path(tmp_path, 2), machine_fingerprint(2)
     old = replace(CPU, units=2, source=source)
-    save_profile(old, path, fingerprint=fingerprint if value is None else replace(fingerprint, **{field: value}))
+    profiles.save_profile(
+        old, path, fingerprint=fingerprint if value is None else replace(fingerprint, **{field: value})
+    )
     if value is None:
         content = json.loads(path.read_text())
         assert content.pop(field) > 1
@@ -171,10 +167,10 @@ def test_a_stale_profile_is_one_warning_if_the_user_made_it_else_taken_anew(
     told = [record.getMessage() for record in caplog.records]
     assert profile.source == "scaled" and profile != old and measured
     if source == "scaled":
-        assert not told and inspect_profile(path, fingerprint).content == profile
+        assert not told and profiles.inspect_profile(path, fingerprint).content == profile
     else:
         assert len(told) == 1 and all(each in told[0] for each in ("stale", says, "apollo calibrate"))
-        assert load_profile(path) == old, "a user may still name it"
+        assert profiles.load_profile(path) == old, "a user may still name it"
 
 
 @pytest.mark.parametrize(("folder", "says"), [("long" * 100, "too long"), ("file/cache", "")])

@@ -14,15 +14,6 @@ import pytest
 import torch
 
 from apollo_compile.device.cpu import matmul_libraries
-from apollo_compile.device.cpu.matmul_libraries import (
-    LEAST_FLOPS,
-    MARGIN,
-    MOST_BYTES,
-    MOST_FLOPS,
-    Libraries,
-    LibraryTimes,
-    call_as_bodies,
-)
 from apollo_compile.store.files import MAX_AGE_S
 from apollo_compile.target.matmul import Matmul
 
@@ -40,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matmul, int]]:
     """Return what is measured; oneDNN is twice as fast where there is a bias, else half as fast."""
     found: list[tuple[Matmul, int]] = []
 
-    def measure(product: Matmul, cores: int) -> LibraryTimes:
+    def measure(product: Matmul, cores: int) -> matmul_libraries.LibraryTimes:
         found.append((product, cores))
         return times_of(2.0 if product.has_bias else 0.5)
 
@@ -48,9 +39,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matmul, int]]:
     return found
 
 
-def times_of(gain: float) -> LibraryTimes:
+def times_of(gain: float) -> matmul_libraries.LibraryTimes:
     """Return times by which oneDNN is `gain` times as fast."""
-    return LibraryTimes(blas=1000 * gain, onednn=1000.0)
+    return matmul_libraries.LibraryTimes(blas=1000 * gain, onednn=1000.0)
 
 
 LOSES, WINS = a_matmul(), a_matmul(has_bias=True)
@@ -59,7 +50,7 @@ LOSES, WINS = a_matmul(), a_matmul(has_bias=True)
 def test_a_product_is_measured_once_per_number_of_cores(measured: list[Any], tmp_path: Path) -> None:
     """And in the next process not again."""
     cases = [(LOSES, 1), (WINS, 1), (WINS, 1), (LOSES, 2)]
-    for libraries in (Libraries(tmp_path / "new"), Libraries(tmp_path / "new")):
+    for libraries in (matmul_libraries.Libraries(tmp_path / "new"), matmul_libraries.Libraries(tmp_path / "new")):
         for _ in range(2):
             assert libraries.choose(cases) == {(WINS, 1): 1000}
     assert measured == [(LOSES, 1), (WINS, 1), (LOSES, 2)]
@@ -67,10 +58,10 @@ def test_a_product_is_measured_once_per_number_of_cores(measured: list[Any], tmp
 
 def test_processes_keep_what_others_have_measured(measured: list[Any], tmp_path: Path) -> None:
     """Although both had looked into the file before."""
-    one, other = Libraries(tmp_path), Libraries(tmp_path)
+    one, other = matmul_libraries.Libraries(tmp_path), matmul_libraries.Libraries(tmp_path)
     for libraries, rows in ((one, 256), (other, 300), (one, 400)):
         libraries.choose([(a_matmul(rows), 1)])
-    Libraries(tmp_path).choose([(a_matmul(rows), 1) for rows in (256, 300, 400)])
+    matmul_libraries.Libraries(tmp_path).choose([(a_matmul(rows), 1) for rows in (256, 300, 400)])
     assert len(measured) == 3
 
 
@@ -80,7 +71,7 @@ def test_threads_that_compile_at_once_measure_one_after_the_other(
     """And each product once."""
     inside, seen = threading.Lock(), []
 
-    def measure(product: Matmul, cores: int) -> LibraryTimes:
+    def measure(product: Matmul, cores: int) -> matmul_libraries.LibraryTimes:
         assert inside.acquire(blocking=False)
         time.sleep(0.001)
         seen.append(product)
@@ -88,7 +79,7 @@ def test_threads_that_compile_at_once_measure_one_after_the_other(
         return times_of(2.0)
 
     monkeypatch.setattr(matmul_libraries, "_measure", measure)
-    libraries, cases = Libraries(tmp_path), [(a_matmul(rows), 1) for rows in range(256, 276)]
+    libraries, cases = matmul_libraries.Libraries(tmp_path), [(a_matmul(rows), 1) for rows in range(256, 276)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(libraries.choose, [cases] * 4)) == [dict.fromkeys(cases, 1000)] * 4
     assert len(seen) == 20
@@ -96,23 +87,28 @@ def test_threads_that_compile_at_once_measure_one_after_the_other(
 
 def test_small_products_are_left_and_smaller_ones_stand_for_large_ones(measured: list[Any]) -> None:
     """The borders are numbers of operations and of bytes; the time saved grows with the operations."""
-    libraries, small = Libraries(None), a_matmul(4, has_bias=True)
-    assert small.flops < LEAST_FLOPS and not libraries.choose([(small, 1)]) and not measured
+    libraries, small = matmul_libraries.Libraries(None), a_matmul(4, has_bias=True)
+    assert small.flops < matmul_libraries.LEAST_FLOPS and not libraries.choose([(small, 1)]) and not measured
     large = {(a_matmul(rows, has_bias=True), 1) for rows in (2**20, 2**21)}
     saved = libraries.choose(large)
     ((product, _),) = measured
     assert saved == {(matmul, cores): 1000 * matmul.flops / product.flops for matmul, cores in large}
-    assert MOST_FLOPS / 2 < product.flops <= MOST_FLOPS and (product.inner, product.columns) == (64, 128)
+    assert matmul_libraries.MOST_FLOPS / 2 < product.flops <= matmul_libraries.MOST_FLOPS and (
+        product.inner,
+        product.columns,
+    ) == (64, 128)
     flat = a_matmul(1, inner=2**13, columns=2**14, has_bias=True)
-    assert flat.flops > MOST_FLOPS and libraries.choose([(flat, 1)])
-    assert MOST_BYTES / 2 < measured[-1][0].num_bytes <= MOST_BYTES
+    assert flat.flops > matmul_libraries.MOST_FLOPS and libraries.choose([(flat, 1)])
+    assert matmul_libraries.MOST_BYTES / 2 < measured[-1][0].num_bytes <= matmul_libraries.MOST_BYTES
 
 
-@pytest.mark.parametrize(("gain", "is_enough"), [(1 + MARGIN / 2, False), (1 + 2 * MARGIN, True)])
+@pytest.mark.parametrize(
+    ("gain", "is_enough"), [(1 + matmul_libraries.MARGIN / 2, False), (1 + 2 * matmul_libraries.MARGIN, True)]
+)
 def test_a_gain_within_noise_is_none(monkeypatch: pytest.MonkeyPatch, gain: float, is_enough: bool) -> None:
     """BLAS is what the user had."""
     monkeypatch.setattr(matmul_libraries, "_measure", lambda product, cores: times_of(gain))
-    assert bool(Libraries(None).choose([(LOSES, 1)])) == is_enough
+    assert bool(matmul_libraries.Libraries(None).choose([(LOSES, 1)])) == is_enough
 
 
 def change(path: Path, **changes: Any) -> None:
@@ -136,17 +132,17 @@ def test_what_cannot_be_used_is_measured_anew(
     measured: list[Any], tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     """And is right afterwards."""
-    assert Libraries(tmp_path).choose([(WINS, 1)])
+    assert matmul_libraries.Libraries(tmp_path).choose([(WINS, 1)])
     spoil(tmp_path / "matmul-1.json")
     for _ in range(2):
-        assert Libraries(tmp_path).choose([(WINS, 1)])
+        assert matmul_libraries.Libraries(tmp_path).choose([(WINS, 1)])
     assert len(measured) == 2
 
 
 def test_old_measurements_make_room(measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the file does not grow for ever; its date stays that of the first."""
     monkeypatch.setattr(matmul_libraries, "MAX_ENTRIES", 3)
-    libraries, dates = Libraries(tmp_path), set()
+    libraries, dates = matmul_libraries.Libraries(tmp_path), set()
     for rows in (256, 300, 400, 500):
         libraries.choose([(a_matmul(rows), 1)])
         content = json.loads((tmp_path / "matmul-1.json").read_text())
@@ -160,7 +156,7 @@ def test_without_a_directory_every_process_measures(
 ) -> None:
     """It is known in one process only; where a file is in the place of the directory, too."""
     (tmp_path / "file").write_text("")
-    libraries = [Libraries(folder and tmp_path / folder) for _ in range(count)]
+    libraries = [matmul_libraries.Libraries(folder and tmp_path / folder) for _ in range(count)]
     assert [each.choose([(WINS, 1)]) for each in 2 * libraries] == 2 * count * [{(WINS, 1): 1000}]
     assert len(measured) == count and [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -171,7 +167,7 @@ def test_a_measurement_leaves_threads_as_they_were(left: bool, right: bool, tmp_
     """It takes place, and gives two times."""
     threads = torch.get_num_threads()
     product = a_matmul(is_left_transposed=left, is_right_transposed=right, has_bias=right)
-    Libraries(tmp_path).choose([(product, threads + 1)])
+    matmul_libraries.Libraries(tmp_path).choose([(product, threads + 1)])
     assert torch.get_num_threads() == threads
     (path,) = tmp_path.glob("matmul-*.json")
     (times,) = json.loads(path.read_text())["times"].values()
@@ -187,7 +183,7 @@ def test_what_a_library_cannot_compute_stays_with_blas(monkeypatch: pytest.Monke
         raise RuntimeError("could not create a primitive descriptor")
 
     monkeypatch.setattr(matmul_libraries, "call_onednn", refuse)
-    threads, libraries = torch.get_num_threads(), Libraries(tmp_path)
+    threads, libraries = torch.get_num_threads(), matmul_libraries.Libraries(tmp_path)
     for _ in range(2):
         assert not libraries.choose([(WINS, threads + 1)])
     assert len(calls) == 1 and torch.get_num_threads() == threads and not list(tmp_path.iterdir())
@@ -201,7 +197,7 @@ def test_a_calibration_calls_the_libraries_of_bodies(
     asked: list[tuple[str, int]] = []
     called: list[bool] = []
 
-    def measure(matmul: Matmul, cores: int) -> LibraryTimes:
+    def measure(matmul: Matmul, cores: int) -> matmul_libraries.LibraryTimes:
         asked.append((matmul.name, cores))
         return times_of(gains[matmul.is_left_transposed])
 
@@ -211,7 +207,7 @@ def test_a_calibration_calls_the_libraries_of_bodies(
 
     monkeypatch.setattr(matmul_libraries, "_measure", measure)
     monkeypatch.setattr(matmul_libraries, "call_onednn", call_onednn)
-    results: Any = call_as_bodies(128, 2)()
+    results: Any = matmul_libraries.call_as_bodies(128, 2)()
     assert asked == [("128x128 128x128T+bias", 2), ("128x128T 128x128", 2)]
     assert called == [gains[1] > 1]
     assert [result[0, 0].item() for result in results] == [129, 128, 1][: 2 + called[0]]
@@ -222,9 +218,9 @@ def test_a_calibration_calls_blas_where_there_is_no_choice(
 ) -> None:
     """Small matmuls are not measured, and none is where torch has no oneDNN."""
     monkeypatch.setattr(matmul_libraries, "call_onednn", lambda *arguments: pytest.fail("called oneDNN"))
-    call_as_bodies(16, 1)()
+    matmul_libraries.call_as_bodies(16, 1)()
     monkeypatch.setattr(matmul_libraries, "has_onednn", lambda: False)
-    call_as_bodies(128, 1)()
+    matmul_libraries.call_as_bodies(128, 1)()
     assert not measured
 
 
