@@ -110,7 +110,8 @@ def _plain(outputs: Any) -> Any:
     return outputs
 
 
-def test_outputs_that_differ_by_micro_batch_are_lists() -> None:
+@pytest.mark.parametrize("bad", [{}, None], ids=["loss", "split"])
+def test_outputs_that_differ_by_micro_batch_are_lists(bad: Any) -> None:
     """Others are combined still; a step that fails has no outputs."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> Any:
@@ -123,8 +124,8 @@ def test_outputs_that_differ_by_micro_batch_are_lists() -> None:
     _, outputs = step.outputs
     assert [len(each) for each in outputs["scores"]] == outputs["size"] == [3, 8]
     assert outputs["mean"].shape == () and outputs["number"] == 0.5
-    with pytest.raises(KeyError):
-        step({})
+    with pytest.raises((KeyError, AttributeError)):
+        step(bad)
     assert step.outputs is None
 
 

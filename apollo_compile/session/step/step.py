@@ -87,9 +87,9 @@ class Step:
             Exception: whatever the model, the loss function or the optimizer raises.
         """
         settings = self._settings
+        self._outputs = Outputs()  # the last ones may be large, and a step that fails has none
         parts = list(settings.split(batch, settings.microbatches))
         weights = weigh_parts(parts, settings.weigh)
-        self._outputs = Outputs()  # the last ones may be large, and a step that fails has none
         with nullcontext() if self._data_parallel is None else self._data_parallel.opened():
             self._outputs = Outputs(self._take(parts, weights), weights)
         loss: torch.Tensor = weighted_sum([loss_in(each) for each in self._outputs.returned], weights)
