@@ -110,9 +110,8 @@ def log_python_bodies(compilation: Compilation, bodies: Sequence[CompiledBody]) 
     ]
     callers = [name for name, why in kept if not why.is_lost]
     if callers:
-        _logger.info(
-            "%s: segments that call Python run under the GIL: %s", compilation.capture.name, ", ".join(callers)
-        )
+        names = ", ".join(callers)
+        _logger.info("%s: segments that call Python run under the GIL: %s", compilation.capture.name, names)
     lost = [(name, why.reason) for name, why in kept if why.is_lost]
     if lost:
         _logger.log(

@@ -49,12 +49,9 @@ class Variants:
         Raises:
             KeyError: it is not available.
         """
-        if variant is Variant.PLAN:
-            self.run = self.plan.run
-        else:
-            if variant not in self._loaded:
-                self._loaded[variant] = self._load_serial(variant)
-            self.run = self._loaded[variant].run
+        if variant is not Variant.PLAN and variant not in self._loaded:
+            self._loaded[variant] = self._load_serial(variant)
+        self.run = self.loaded()[variant].run
         self.current = variant
 
     def add(self, variant: Variant, runnable: Runnable) -> None:
@@ -79,13 +76,11 @@ class Variants:
             raise KeyError(f"{old.capture.name} cannot run the variant '{variant}'; it has {self.available}")
         if not old.plan.uses_lanes and not self.target.captures:
             return self.plan
-        return self.target.load(
-            self.with_plan(make_serial_plan(old.partition.graph, old.costs, old.plan)), self.code, variant
-        )
+        serial = make_serial_plan(old.partition.graph, old.costs, old.plan)
+        return self.target.load(self.with_plan(serial), self.code, variant)
 
     def with_plan(self, plan: Plan) -> Compilation:
         """Return the compilation with another plan, made from the same costs."""
         old = self.compilation
-        return compile_plan(
-            old.capture, old.partition, old.observations, old.costs, plan, profile=old.profile, runner=StageRunner()
-        )
+        known = old.capture, old.partition, old.observations, old.costs
+        return compile_plan(*known, plan, profile=old.profile, runner=StageRunner())

@@ -198,12 +198,9 @@ class Linker:
         """Return the optimizer for steps inside of the program; None, with a log line, if it steps afterwards."""
         if self._optimizer is None:
             return None
-        reason = self._why_not_in_parts
-        if reason is None and is_shared:
-            reason = SHARED_MEMORY
+        reason = self._why_not_in_parts or (SHARED_MEMORY if is_shared else None)
         reason = reason or OptimizerInParts.problem_of_state(self._optimizer)
-        if reason is None and is_replayed:
-            reason = problem_of_replays(self._optimizer)
+        reason = reason or (problem_of_replays(self._optimizer) if is_replayed else None)
         if reason is not None:
             _logger.info("%s: the optimizer steps after the program: %s", name, reason)
             return None

@@ -192,8 +192,12 @@ class Step:
             tuner.hold_back(reason)
             return None
         if variant is Variant.EAGER:  # which needs no guards; autocast would keep copies of weights between steps
-            is_usual = not torch.is_autocast_enabled(program.micro.device.type)
-            return self._run_in_eager(tuner, parts, weights) if is_usual else None
+            if torch.is_autocast_enabled(program.micro.device.type):
+                return None
+            returned = add_gradients(self._call, parts, weights)
+            tuner.held_back = None
+            self._finish()
+            return returned
         is_guarded = variant is Variant.TRACED and tuner.traced is not None and tuner.traced.is_ready
         found = None if is_guarded else self._note_inputs(parts, tuner, graph)
         if variant is Variant.TRACED and (is_guarded or found is not None):  # at first for the parameters of this graph
@@ -250,12 +254,6 @@ class Step:
             tuner.drop_traced(error)
             return None
         tuner.held_back = None
-        return returned
-
-    def _run_in_eager(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
-        returned = add_gradients(self._call, parts, weights)
-        tuner.held_back = None
-        self._finish()
         return returned
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> Sequence[Any]:
