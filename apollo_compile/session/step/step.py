@@ -164,6 +164,8 @@ class Step:
             begin = time.perf_counter_ns()
             returned = self._run(variant, tuner, expected, parts, weights)
             if returned is not None:
+                if tuner.program.kept:  # for an optimizer that stepped afterwards, or has more parameters by now
+                    self._release_gradients()
                 tuner.record(time.perf_counter_ns() - begin)
                 return returned
             if variant is not Variant.LOOP:
@@ -221,8 +223,8 @@ class Step:
             placeholder.set_(output)  # type: ignore[call-overload]
         tuner.held_back = None
         program.leave_gradients(gradients)
-        if program.optimizer is None:
-            self._step_optimizer()
+        if program.optimizer is None and self._optimizer is not None:
+            self._optimizer.step()
         return [with_values(each) for each in returned] if graph.numbers else returned
 
     def _note_inputs(
@@ -281,17 +283,16 @@ class Step:
         clip = torch.nn.utils.clip_grad_norm_ if self._data_parallel is None else self._data_parallel.clip
         if self._settings.clip_grad_norm is not None:
             clip(self._model.parameters(), self._settings.clip_grad_norm)
-        if self._optimizer is not None and not self._has_stepped:
-            torch.cuda.empty_cache()  # its state stays: in a block of activations, it would keep all of the block
-        self._has_stepped = True
-        self._step_optimizer()
-
-    def _step_optimizer(self) -> None:
-        """Step the optimizer, and release the gradients that it has used."""
         if self._optimizer is not None:
+            if not self._has_stepped:  # its state stays: in a block of activations, it would keep all of the block
+                torch.cuda.empty_cache()
+            self._has_stepped = True
             self._optimizer.step()
-            if not self._settings.keep_gradients:
-                zero_gradients(self._optimizer)
+        self._release_gradients()
+
+    def _release_gradients(self) -> None:
+        if self._optimizer is not None and not self._settings.keep_gradients:
+            zero_gradients(self._optimizer)
 
 
 def _loop_first(graph: LossGraph) -> State:
