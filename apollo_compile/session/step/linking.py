@@ -38,7 +38,7 @@ Compose = Callable[..., StepGraph]
 """`compose_micro_batches` for the steps of a program; takes the graphs of a micro-batch."""
 
 MAX_LINKS = 4
-"""Limit of links of a graph: each replacement of the parameters of its model needs another."""
+"""Limit of links of a graph: replacing parameters of its model, or losing some of its optimizer, needs another."""
 
 
 class Linker:
@@ -106,7 +106,7 @@ class Linker:
         graph.num_links += 1
         try:
             if graph.num_links > MAX_LINKS:
-                raise UnsupportedGraphError("the parameters of the model are replaced again and again")
+                raise UnsupportedGraphError("parameters of the model or the optimizer are replaced again and again")
             if len(graph.dtypes) != graph.num_returned:
                 raise UnsupportedGraphError(KEEPS_TENSORS)
             graph.micro = find_micro(

@@ -89,6 +89,11 @@ class StepProgram:
         """Model whose parameters are sharded; None where every rank has them whole."""
         return None if self.step.averages is None else self.step.averages.sharded
 
+    @property
+    def has_lost_parameters(self) -> bool:
+        """Whether some parameters left the optimizer, which would release their gradients."""
+        return self.optimizer is not None and not self._released <= self.optimizer.members
+
     def reason_for_loop(self) -> str | None:
         """Return why a step has to be a loop now; None if the program can take it.
 
@@ -101,8 +106,6 @@ class StepProgram:
             self.optimizer.refresh()
             if (reason := self.optimizer.reason_against()) is not None:
                 return reason
-            if not self._released <= self.optimizer.members:
-                return "the optimizer does not step some parameters any more"
         if any(other.grad is not None for other in self._others):
             return "gradients are clipped, and a parameter that gets none in this step has one"
         parameters = self.parameters

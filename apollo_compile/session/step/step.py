@@ -193,6 +193,9 @@ class Step:
         if (reason := program.reason_for_loop()) is not None:
             tuner.hold_back(reason)
             return None
+        if program.has_lost_parameters:
+            graph.unlink()
+            return None
         if variant is Variant.EAGER:  # which needs no guards; autocast would keep copies of weights between steps
             if torch.is_autocast_enabled(program.micro.device.type):
                 return None
