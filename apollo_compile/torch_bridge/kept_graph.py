@@ -48,13 +48,9 @@ class KeptGraph:
             fake_mode.from_tensor(item, static_shapes=True) if isinstance(item, torch.Tensor) else item
             for item in arguments
         ]
+        context, guards = tracing(TracingContext(fake_mode)), within_guards(fakes, is_late=True)
         try:
-            with (
-                dynamo_lock,
-                _disable_current_modes(),
-                tracing(TracingContext(fake_mode)),
-                within_guards(fakes, is_late=True),
-            ):
+            with dynamo_lock, _disable_current_modes(), context, guards:
                 yield copied, fakes
         finally:
             clear_metadata(copied)

@@ -200,8 +200,7 @@ def _call_kernel(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], gra
         return False
     states = [optimizer.state.get(each) or {} for each in parameters]
     given = (group["lr"], beta1, beta2, getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
-    has_tensors = any(isinstance(each, torch.Tensor) for each in given)
-    if has_tensors or not all(states) or is_profiling():  # which shows the optimizer's own step
+    if any(isinstance(each, torch.Tensor) for each in given) or not all(states) or is_profiling():  # its step is shown
         return False
     means, squares, counts = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     largest = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
