@@ -46,8 +46,8 @@ def map_together(function: Callable[..., Any], trees: Sequence[Any]) -> Any:
 def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]], Any]]:
     """Return the leaves of a tree, its structure as a text, and a function that builds the tree from other leaves.
 
-    Objects with named parts are trees, too: data classes, namespaces, and what is like a dictionary, as batches of
-    Hugging Face's tokenizers are.
+    Objects with named parts are trees, too: data classes, namespaces, subclasses of dictionaries and lists, and what is
+    like a dictionary, as batches of Hugging Face's tokenizers are.
     """
     leaves, structure = pytree.tree_flatten(tree)
     named = [{} if isinstance(leaf, torch.Tensor) else _parts_of(leaf) for leaf in leaves]
@@ -78,22 +78,25 @@ def kind_of_tree(tree: Any) -> Any:
     return kind if leaves and leaves[0] is tree else (structure, tuple(map(kind_of_tree, leaves)))
 
 
-def _parts_of(value: Any) -> Mapping[str, Any]:
-    """Return the parts of an object by their names; none of what is no tree."""
-    if isinstance(value, UserDict | SimpleNamespace):
-        return dict(value) if isinstance(value, UserDict) else vars(value)
+def _parts_of(value: Any) -> Mapping[Any, Any]:
+    """Return the parts of an object by their names, keys or places; none of what is no tree."""
+    if isinstance(value, dict | UserDict | SimpleNamespace):
+        return vars(value) if isinstance(value, SimpleNamespace) else dict(value)
+    if isinstance(value, list):
+        return dict(enumerate(value))
     is_data = is_dataclass(value) and not isinstance(value, type)
     return {each.name: getattr(value, each.name) for each in fields(value)} if is_data else {}
 
 
-def _with_parts(value: Any, names: Sequence[str], parts: Sequence[Any]) -> Any:
+def _with_parts(value: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:
     """Return a copy of an object with other parts."""
     copied = copy.copy(value)
+    has_keys, attributes = isinstance(copied, dict | list | UserDict), getattr(copied, "__dict__", {})
     for name, part in zip(names, parts, strict=True):
-        if isinstance(copied, UserDict):
-            copied[name] = part
-        else:
+        if not has_keys or (name in attributes and attributes[name] is copied[name]):  # keys may be attributes, too
             object.__setattr__(copied, name, part)  # it may be frozen
+        if has_keys:
+            copied[name] = part
     return copied
 
 

@@ -41,11 +41,25 @@ class Sample:
     rest: Any
 
 
+class Table(dict[str, Any]):
+    """A dictionary whose keys are attributes, too."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(parts)
+        self.__dict__ = self
+
+
+class Rows(list[Any]):
+    """A list of a class of its own."""
+
+
 def test_objects_with_named_parts_are_split_like_dictionaries() -> None:
     """Data classes, namespaces and what is like a dictionary, inside of each other; sizes in them are a kind."""
-    batch = {"all": Sample(torch.arange(4), "four", UserDict({"mask": [SimpleNamespace(y=torch.arange(4) + 4)]}))}
+    rows = Rows([SimpleNamespace(y=torch.arange(4) + 4)])
+    batch = Table(all=Sample(torch.arange(4), "four", UserDict({"mask": rows})))
     first, second = split_evenly(batch, 2)
     assert torch.equal(second["all"].x, torch.tensor([2, 3])) and second["all"].name == "four"
+    assert second.all is second["all"] and isinstance(second, Table) and isinstance(second.all.rest["mask"], Rows)
     assert torch.equal(second["all"].rest["mask"][0].y, torch.tensor([6, 7]))
     assert torch.equal(batch["all"].rest["mask"][0].y, torch.arange(4) + 4)
     assert kind_of([first]) == kind_of([second]) != kind_of([batch])
