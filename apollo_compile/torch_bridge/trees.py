@@ -50,7 +50,7 @@ def flatten_objects(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]]
     like a dictionary, as batches of Hugging Face's tokenizers are.
     """
     leaves, structure = pytree.tree_flatten(tree)
-    named = [{} if isinstance(leaf, torch.Tensor) else _parts_of(leaf) for leaf in leaves]
+    named = [{} if isinstance(leaf, torch.Tensor) else parts_of(leaf) for leaf in leaves]
     if not any(named):
         return leaves, str(structure), lambda others: pytree.tree_unflatten(list(others), structure)
     names = list(map(list, named))
@@ -78,7 +78,7 @@ def kind_of_tree(tree: Any) -> Any:
     return kind if leaves and leaves[0] is tree else (structure, tuple(map(kind_of_tree, leaves)))
 
 
-def _parts_of(value: Any) -> Mapping[Any, Any]:
+def parts_of(value: Any) -> Mapping[Any, Any]:
     """Return the parts of an object by their names, keys or places; none of what is no tree."""
     if isinstance(value, dict | UserDict | SimpleNamespace):
         return vars(value) if isinstance(value, SimpleNamespace) else dict(value)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from apollo_compile.errors import TargetError
-from apollo_compile.torch_bridge.trees import flatten_objects, kind_of_tree
+from apollo_compile.torch_bridge.trees import flatten_objects, kind_of_tree, parts_of
 
 Split = Callable[[Any, int], Sequence[Any]]
 """`split(batch, k)` returns k micro-batches."""
@@ -66,14 +66,12 @@ def kind_of(parts: Sequence[Any]) -> Hashable | None:
 
 def _refuse_lists(value: Any, size: int, count: int) -> None:
     """Refuse lists that have an element other than a tensor for every sample: they would not be split."""
-    if isinstance(value, dict):
-        for each in value.values():
-            _refuse_lists(each, size, count)
-    elif isinstance(value, list | tuple):
-        if len(value) == size and not any(isinstance(each, torch.Tensor | dict | list | tuple) for each in value):
-            raise TargetError(
-                f"cannot split a batch into {count} micro-batches: a {type(value).__name__} in it has {size} elements, "
-                f"one for every sample, such as {value[0]!r}; expected a tensor there, or pass split="
-            )
-        for each in value:
-            _refuse_lists(each, size, count)
+    parts = value if isinstance(value, tuple) else parts_of(value).values()
+    is_list = isinstance(value, list | tuple) and len(value) == size
+    if is_list and not any(isinstance(each, torch.Tensor | dict | list | tuple) for each in value):
+        raise TargetError(
+            f"cannot split a batch into {count} micro-batches: a {type(value).__name__} in it has {size} elements, "
+            f"one for every sample, such as {value[0]!r}; expected a tensor there, or pass split="
+        )
+    for each in parts:
+        _refuse_lists(each, size, count)

@@ -80,6 +80,7 @@ def test_a_single_part_is_the_batch_itself() -> None:
         ({"names": "no tensors"}, "found no tensors in a dict"),
         ({"x": torch.zeros(8), "weights": [0.5] * 8}, "a list in it has 8 elements, one for every sample, such as 0.5"),
         ((torch.zeros(8), {"ids": tuple(range(8))}), "a tuple in it has 8 elements"),
+        (Sample(torch.zeros(8), "eight", ["a"] * 8), "a list in it has 8 elements"),
     ],
 )
 def test_what_would_not_be_split_is_refused(batch: Any, problem: str) -> None:
