@@ -38,7 +38,6 @@ _BY_SYMPTOM = {
 FIRST_FORWARD = "run one forward of the model in eager before torch.compile: it installs its hooks in the first one"
 _HOOKS = ("hook", "_maybe_install", "install_", "maybe_install")
 
-
 _IN_CODE = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n\s*(?P<code>.+)')
 """A frame of the user's stack in a message of Inductor."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -219,3 +220,19 @@ def test_a_step_in_parts_obeys_a_gradient_scaler_and_is_named_in_a_profile() -> 
         parts.step([parameter], [gradient])
     assert not torch.equal(parameter, before)
     assert "Optimizer.step#Adam.step" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["wraps", "plain"])
+def test_an_optimizer_is_taken_whole_where_the_step_of_its_class_was_replaced(
+    is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the replacement says what it wraps or not."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))], fused=True)
+    parts, own = OptimizerInParts(optimizer), torch.optim.AdamW.step
+    assert parts.reason_against() is None
+
+    def step(self: torch.optim.AdamW) -> None:
+        own(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step if is_plain else functools.wraps(own)(step))
+    assert parts.reason_against() == "the optimizer's step was replaced"

@@ -52,9 +52,9 @@ class CompiledLoss:
         self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
         """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
         self._num_seen: dict[Hashable, int] = {}
-        """Number of steps that the latest kinds of micro-batches had, at least if it is below `FREQUENT`."""
+        """Number of steps that the latest kinds of micro-batches had; steps of `_latest` are not counted any more."""
         self._latest: tuple[Hashable, weakref.ref[LossGraph] | None] = (None, None)
-        """A frequent key and its graph, while steps have them."""
+        """The key and the number of micro-batches of the latest step, if it is frequent, and its graph."""
         self._first_kinds: dict[int, Hashable] = {}
         """The first kind of micro-batch, by number of micro-batches in a step."""
         weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
@@ -108,8 +108,8 @@ class CompiledLoss:
         """Count the kinds of a step's micro-batches; return their key, and the graph that ran for it last."""
         key = self.key_of(parts)
         latest, graph = self._latest
-        if graph is not None and key == latest and (known := graph()) is not None:
-            return latest, known
+        if graph is not None and (key, len(parts)) == latest and (known := graph()) is not None:
+            return key, known
         for kind in {key} if key is not None else {self.key_of([part]) for part in parts}:
             self._first_kinds.setdefault(len(parts), kind)
             self._num_seen[kind] = self._num_seen.pop(kind, 0) + 1
@@ -117,7 +117,7 @@ class CompiledLoss:
                 del self._num_seen[next(iter(self._num_seen))]
         found = None if key is None else self._graph_of.get(key)
         if found is not None and self._num_seen[key] >= FREQUENT:
-            self._latest = key, weakref.ref(found)
+            self._latest = (key, len(parts)), weakref.ref(found)
         return key, found
 
     def note_graph(self, key: Hashable, graph: LossGraph) -> None:

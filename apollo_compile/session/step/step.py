@@ -92,6 +92,8 @@ class Step:
         weights = weigh_parts(parts, settings.weigh)
         with nullcontext() if self._data_parallel is None else self._data_parallel.opened():
             self._outputs = Outputs(self._take(parts, weights), weights)
+        if self._optimizer is not None and not settings.keep_gradients:
+            zero_gradients(self._optimizer)
         loss: torch.Tensor = weighted_sum([loss_in(each) for each in self._outputs.returned], weights)
         return loss
 
@@ -164,8 +166,6 @@ class Step:
             begin = time.perf_counter_ns()
             returned = self._run(variant, tuner, expected, parts, weights)
             if returned is not None:
-                if tuner.program.kept:  # for an optimizer that stepped afterwards, or has more parameters by now
-                    self._release_gradients()
                 tuner.record(time.perf_counter_ns() - begin)
                 return returned
             if variant is not Variant.LOOP:
@@ -291,11 +291,6 @@ class Step:
                 torch.cuda.empty_cache()
             self._has_stepped = True
             self._optimizer.step()
-        self._release_gradients()
-
-    def _release_gradients(self) -> None:
-        if self._optimizer is not None and not self._settings.keep_gradients:
-            zero_gradients(self._optimizer)
 
 
 def _loop_first(graph: LossGraph) -> State:

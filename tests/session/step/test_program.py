@@ -143,20 +143,20 @@ def test_gradients_that_were_zeroed_in_place_make_a_loop_that_says_what_to_do() 
 
 def test_gradients_of_a_parameter_that_joins_the_optimizer_are_released() -> None:
     """Until then they stay, and add up."""
-    both = make_towers_twice(partial(torch.optim.SGD, lr=0.01))
+    both = twins.make_towers_twice(partial(torch.optim.SGD, lr=0.01))
     joining = [updates.param_groups[0]["params"].pop(0) for _, updates in both]
     (model, optimizer), (eager, others) = both
-    step = release(model, towers_loss, optimizer, options=EAGER)
+    step = release(model, twins.towers_loss, optimizer, options=twins.EAGER)
     for seed in range(8):
         for (_, updates), new in zip(both, joining, strict=True):
             if seed == 5:
                 updates.add_param_group({"params": [new], "lr": 0.1})
-        step(towers_batch(seed))
-        run_loop(eager, towers_loss, [towers_batch(seed)], others)
+        step(twins.towers_batch(seed))
+        twins.run_loop(eager, twins.towers_loss, [twins.towers_batch(seed)], others)
         others.zero_grad()
         torch.testing.assert_close(*(each.grad for each in joining), rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(state_of(model), state_of(eager), rtol=1e-4, atol=1e-5)
-    assert joining[0].grad is None and ran_as_program(step)
+    torch.testing.assert_close(twins.state_of(model), twins.state_of(eager), rtol=1e-4, atol=1e-5)
+    assert joining[0].grad is None and twins.ran_as_program(step)
 
 
 def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
