@@ -107,11 +107,9 @@ class ShardedModel:
         """Whole parameters."""
         self._shard_of = {id(whole): shard for whole, shard in zip(self.parameters, shards, strict=True)}
         self._whole_of = {id(shard): whole for whole, shard in zip(self.parameters, shards, strict=True)}
-        sizes = (
-            [each._orig_size.numel() * each.sharded_param.element_size() for each in g.fsdp_params]
-            for g in self._groups
+        self.bucket_bytes_cap = max(
+            sum(p._orig_size.numel() * p.sharded_param.element_size() for p in g.fsdp_params) for g in self._groups
         )
-        self.bucket_bytes_cap = max(map(sum, sizes))
         """Most bytes at which a bucket is full: those of the largest module that `fully_shard` was called on."""
         self._chunks = {id(whole): self._cut(shard) for whole, shard in zip(self.parameters, shards, strict=True)}
 
@@ -172,8 +170,7 @@ class ShardedModel:
                     continue
                 if id(parameter) not in self._whole_of:
                     raise TargetError(
-                        f"the parameter {name} of a {type(module).__name__} was replaced after compile_step; call it "
-                        "again"
+                        f"the parameter {name} of a {type(module).__name__} was replaced; call compile_step again"
                     )
                 whole = self._whole_of[id(parameter)].requires_grad_(parameter.requires_grad)
                 changes.append((module._parameters, name, whole))
@@ -251,11 +248,14 @@ class ShardedModel:
         """Return the optimizer for the shards of some whole parameters at a time."""
         return OptimizerOfShards(optimizer, self)
 
+    @torch.no_grad()
     def leave(self, bucket: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-        """Leave gradients in `.grad` of sharded parameters, added to what is there."""
+        """Leave gradients in `.grad` of sharded parameters, added to what is there, and call hooks, as FSDP2 does."""
         for whole, shard in zip(bucket, shards, strict=True):
             owner, gradient = self._shard_of[id(whole)], self.sharded_like(whole, shard)
             owner.grad = gradient if owner.grad is None else owner.grad + gradient
+            for hook in (owner._post_accumulate_grad_hooks or {}).values():
+                hook(owner)
 
 
 class OptimizerOfShards(OptimizerInParts):

@@ -282,14 +282,20 @@ def own_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def run_sharded_gradients(rank: int) -> Result:
-    """Without an optimizer: gradients of steps add up in shards; those of one that does not sync, in the next one."""
+    """Without an optimizer: gradients of steps add up in shards; those of one that does not sync, in the next one.
+
+    Hooks on shards double the gradients of one in the last round.
+    """
     torch.manual_seed(0)
     plain = Uneven()
     model, other = wrap_fsdp(copy.deepcopy(plain)), wrap_fsdp(plain)
     step = compile_step(model, features_loss, None)
     generator = torch.Generator().manual_seed(rank)
     found, expected = [], []
-    for number in range(4):
+    for number in range(5):
+        if number == 4:
+            for each in (model, other):
+                each.scale.register_post_accumulate_grad_hook(double_gradient)
         batches = [features(rank, generator) for _ in range(2)]
         for is_syncing, batch in zip((number == 1, True), batches, strict=True):
             for each in (model, other):
@@ -299,6 +305,12 @@ def run_sharded_gradients(rank: int) -> Result:
         found.append(take_gradients(model))
         expected.append(take_gradients(other))
     return {"found": found, "expected": expected, **outcome(step)}
+
+
+def double_gradient(parameter: torch.Tensor) -> None:
+    """Double the gradient of a parameter."""
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
 
 
 def run_refused(rank: int) -> Result:
