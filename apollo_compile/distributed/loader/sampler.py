@@ -123,8 +123,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which changes the order if `shuffle` is set; it must be equal on every rank."""
-        self._resumes = self._resumes and epoch == self.epoch  # another epoch begins at its beginning
-        self.epoch = epoch
+        if epoch != self.epoch:  # another epoch begins at its beginning, also in a state of before its first batch
+            self.epoch, self._position, self._resumes = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this rank: the epoch, and the number of its micro-batches that were yielded."""

@@ -122,13 +122,14 @@ def test_a_resumed_epoch_goes_on_with_the_same_batches(given: int) -> None:
 
 
 def test_a_state_of_the_end_of_an_epoch_leaves_out_nothing_of_the_next_one() -> None:
-    """A checkpoint after each epoch is one case: training goes on with `set_epoch` of the next."""
-    before, after = samplers(1)[0], samplers(1)[0]
+    """A checkpoint after each epoch is one case, before or after `set_epoch` of the next."""
+    before, after, later = (samplers(1)[0] for _ in range(3))
     assert list(before)
     after.load_state_dict(before.state_dict())
     for sampler in (before, after):
         sampler.set_epoch(1)
-    assert list(after) == list(before) != []
+    later.load_state_dict(before.state_dict())
+    assert list(later) == list(after) == list(before) != []
 
 
 def test_a_state_of_other_costs_or_settings_is_refused() -> None:
