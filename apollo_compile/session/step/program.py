@@ -108,16 +108,16 @@ class StepProgram:
                 return reason
         if any(other.grad is not None for other in self._others):
             return "gradients are clipped, and a parameter that gets none in this step has one"
-        parameters = self.parameters
-        if self._sharded is not None:
-            parameters = [*parameters, *map(self._sharded.owner_of, parameters)]
+        owners = () if self._sharded is None else map(self._sharded.owner_of, self.parameters)
+        parameters = [*self.parameters, *owners]
         if (reason := reason_against_gradients(parameters)) is not None:
             return reason
         are_all_needed = self.clip_grad_norm is not None or self.step.averages is not None
-        for parameter in parameters:
+        for place, parameter in enumerate(parameters):
             if parameter.grad is not None:
                 if are_all_needed or (self.optimizer is not None and self.optimizer.has(parameter)):
-                    name = next((name for name, each in self.named_parameters.items() if each is parameter), "one")
+                    whole = self.parameters[place % len(self.parameters)]
+                    name = next((name for name, each in self.named_parameters.items() if each is whole), "one")
                     reason = "gradients are there already that clipping, other ranks or the optimizer have to know of"
                     return f"{reason}: {name} has one; set it to None before the step"
                 if self.step.num_micro_batches > 1 and torch.are_deterministic_algorithms_enabled():
