@@ -55,6 +55,7 @@ from apollo_compile.torch_bridge.data_parallel import (
     reason_for_reducer,
     replicas_of,
     replicas_on,
+    without_reducer,
 )
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.units import NS_PER_S
@@ -325,15 +326,21 @@ def find_data_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> Data
     return reason_for_reducer(model) or DataParallel(replicas_of(model))
 
 
+def called_alone(model: nn.Module) -> nn.Module:
+    """Return what a step on one rank calls: DistributedDataParallel without its reducer, which would average nothing."""
+    if not isinstance(model, DistributedDataParallel) or not find_ranks().is_alone or reason_for_reducer(model):
+        return model
+    return without_reducer(model)
+
+
 def _check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
         raise TargetError(
             f"mesh has {mesh.ndim} dimensions; expected one, over which gradients are averaged, such as "
             f"mesh[{(mesh.mesh_dim_names or ('data',))[0]!r}]"
         )
-    reason = reason_against(model)
-    if is_sharded(model) or isinstance(model, DistributedDataParallel):
-        reason = "its wrapper has ranks of its own"
+    is_wrapped = is_sharded(model) or isinstance(model, DistributedDataParallel)
+    reason = "its wrapper has ranks of its own" if is_wrapped else reason_against(model)
     if reason is not None:
         raise TargetError(f"cannot average gradients of a {type(model).__name__} over a mesh: {reason}")
 

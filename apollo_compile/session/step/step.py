@@ -35,7 +35,7 @@ from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.reports.words import describe_state
 from apollo_compile.session.step.arguments import StepSettings
-from apollo_compile.session.step.collectives import DataParallel, find_data_parallel
+from apollo_compile.session.step.collectives import DataParallel, called_alone, find_data_parallel
 from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction
 from apollo_compile.session.step.notes import LossGraph, Noted
@@ -62,7 +62,7 @@ class Step:
         self._settings = settings
         found = find_data_parallel(model, settings.mesh)
         self._data_parallel = found if isinstance(found, DataParallel) else None
-        called = model if self._data_parallel is None else self._data_parallel.model
+        called = called_alone(model) if self._data_parallel is None else self._data_parallel.model
         self._linker = Linker(
             model,
             optimizer,
