@@ -21,8 +21,7 @@ from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, load_step
 from apollo_compile.session.step.returned import KEEPS_TENSORS
 from apollo_compile.session.step.traced import TracedStep, is_alike_in_eager
-from apollo_compile.session.step.tuning import StepTuner
-from apollo_compile.session.warm_start import may_be_compared
+from apollo_compile.session.step.tuning import StepTuner, is_compared
 from apollo_compile.target.target import Target
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedOptimizer, problem_of_replays
@@ -156,15 +155,15 @@ class Linker:
             clip_grad_norm=self._clip_grad_norm,
             named_parameters=parameters,
         )
-        is_compared = may_be_compared(self._config) and graph.model.ranks.is_alone
+        may_compare = is_compared(graph.model, self._config)
         may_compile_whole = all(each.compile_whole is not None for each in graph.model.graphs)
         return StepTuner(
             program,
             graph.model.warm_start,
             budget=self._budget,
-            is_compared=is_compared,
+            is_compared=may_compare,
             is_alike_in_eager=not target.captures and is_alike_in_eager(program),
-            traced=make_traced_step(program) if is_compared and not target.captures else None,
+            traced=make_traced_step(program) if may_compare and not target.captures else None,
             prepare_whole=partial(self._add_whole, program, graph, compose) if may_compile_whole else None,
             loop=graph.model.tuner,
         )

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from apollo_compile.autotune.candidates import CandidateError
-from apollo_compile.config import load_config
+from apollo_compile.config import Config, load_config
 from apollo_compile.errors import CaptureError, NotReplayedError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
@@ -134,7 +134,7 @@ class Step:
         """The states of kinds of steps that only run as a loop, and of those that do until their plans are final."""
         refused = (f"{Variant.LOOP}: {reason}" for reason in self.reasons_for_loops)
         states = [State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused]
-        states += [_loop_first(graph) for graph in self._loss.graphs if not graph.outcomes]
+        states += [_loop_first(graph, self.config) for graph in self._loss.graphs if not graph.outcomes]
         is_new = not states and not self.tuners
         return [State(graph="step", stage=Stage.MEASURING, detail="no step is compiled yet")] if is_new else states
 
@@ -293,16 +293,11 @@ class Step:
             self._optimizer.step()
 
 
-def _loop_first(graph: LossGraph) -> State:
+def _loop_first(graph: LossGraph, config: Config) -> State:
     """Return the state of a graph that runs as a loop until its plans are final; then variants take turns."""
-    return replace(
-        graph.model.state(),
-        stage=Stage.MEASURING,
-        detail="the loop first",
-        num_steps=max((each.runs_left for each in graph.model.graphs), default=0)
-        + steps_to_compare(graph.model.target),
-        left_ns=0,
-    )
+    until_final = max((each.runs_left for each in graph.model.graphs), default=0)
+    num_steps = until_final + steps_to_compare(graph.model, config)
+    return replace(graph.model.state(), stage=Stage.MEASURING, detail="the loop first", num_steps=num_steps, left_ns=0)
 
 
 def _give_way(loss: CompiledLoss) -> bool:

@@ -14,22 +14,28 @@ from apollo_compile.autotune.candidates import Candidate, CandidateError, Compil
 from apollo_compile.autotune.comparison import typical_steps
 from apollo_compile.autotune.graphs import GraphTuner
 from apollo_compile.autotune.tuner import Tuner
+from apollo_compile.config import Config
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.reports.values import Stage, State
-from apollo_compile.session.model import NOT_YET, describe_result, rules_of
+from apollo_compile.session.model import NOT_YET, CompiledModel, describe_result, rules_of
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.traced import TracedStep, compile_ns
-from apollo_compile.session.warm_start import WarmStart
-from apollo_compile.target.target import Target
+from apollo_compile.session.warm_start import WarmStart, may_be_compared
 
 _logger = logging.getLogger(__name__)
 
 _SIMPLEST_FIRST = (Variant.LOOP, Variant.EAGER, Variant.TRACED, Variant.INDUCTOR, Variant.SERIAL, Variant.PLAN)
 
 
-def steps_to_compare(target: Target) -> int:
+def is_compared(model: CompiledModel, config: Config) -> bool:
+    """Return whether the variants of a step of `model` take turns; if not, the program runs."""
+    return may_be_compared(config) and model.ranks.is_alone
+
+
+def steps_to_compare(model: CompiledModel, config: Config) -> int:
     """Return about how many steps it takes to compare the usual candidates that can run at once."""
-    return typical_steps(len((Variant.LOOP, Variant.EAGER, Variant.SERIAL, Variant.PLAN)), rules_of(target))
+    candidates = (Variant.LOOP, Variant.EAGER, Variant.SERIAL, Variant.PLAN)
+    return typical_steps(len(candidates), rules_of(model.target)) if is_compared(model, config) else 0
 
 
 class StepTuner:

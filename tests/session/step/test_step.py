@@ -174,3 +174,13 @@ def test_a_step_that_is_disabled_says_so() -> None:
     line = "falls back: loop over micro-batches: the option disable or APOLLO_DISABLE is set"
     assert status(twins.step) == line
     assert line in repr(twins.step) and line in str(report(twins.step))
+
+
+def test_a_step_without_measuring_counts_only_the_steps_until_its_plans_are_final() -> None:
+    """The variants do not take turns after the loop, so no steps of a comparison are left."""
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    options = {**EAGER, "plan.autotune": False, "plan.replan": True, "partition.min_segment_share": 0.01}
+    step = compile_step(model, lambda model, x: model(x).square().mean(), options=options)
+    step(torch.randn(2, 16))
+    line = status(step)
+    assert line.endswith("the loop first") and int(line.split()[2]) < 50, line
