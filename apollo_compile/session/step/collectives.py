@@ -99,11 +99,10 @@ class DataParallel:
     """The ranks that average the gradients of one step."""
 
     def __init__(self, replicas: Replicas | ShardedModel) -> None:
-        self._replicas = replicas
+        self._replicas, self._group = replicas, replicas.group
         self.model = replicas.model
         """Model that the loss function is called with."""
         self.ranks = find_ranks()
-        self._group = replicas.group
         self._settled: dict[tuple[torch.Tensor, ...], Averages] = {}
         """Averages by the parameters that are trained; ranks freeze some before the same step, which is a loop then."""
 
@@ -327,7 +326,7 @@ def find_data_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> Data
 
 
 def called_alone(model: nn.Module) -> nn.Module:
-    """Return what a step on one rank calls: DistributedDataParallel without its reducer, which would average nothing."""
+    """Return what a step on one rank calls: DistributedDataParallel without its reducer, which has no use."""
     if not isinstance(model, DistributedDataParallel) or not find_ranks().is_alone or reason_for_reducer(model):
         return model
     return without_reducer(model)

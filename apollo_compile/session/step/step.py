@@ -57,12 +57,12 @@ class Step:
         self.config = load_config(settings.options)
         self._model = model
         self._loss_fn = loss_fn
-        self._call = partial(_call_loss, loss_fn, model)  # without a compiler; it keeps no step alive
         self._optimizer = optimizer
         self._settings = settings
         found = find_data_parallel(model, settings.mesh)
         self._data_parallel = found if isinstance(found, DataParallel) else None
         called = called_alone(model) if self._data_parallel is None else self._data_parallel.model
+        self._call = partial(_call_loss, loss_fn, called)  # without a compiler; it keeps no step alive
         self._linker = Linker(
             model,
             optimizer,
