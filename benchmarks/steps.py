@@ -78,15 +78,17 @@ def main(arguments: list[str] | None = None) -> int:
     for name, optimizer, count in itertools.product(args.workloads, args.optimizers, args.microbatches):
         batch = args.batch or BATCHES.get(name, 4)
         title = f"{name}, {args.size}, {optimizer}, batch {batch} in {count} micro-batches"
-        title += f", dropout {args.dropout}" * (args.dropout > 0)
+        extra = f", dropout {args.dropout}" * (args.dropout > 0) + ", torch's choice of kernels" * args.default_kernels
+        title += extra
         chosen = [each for each in args.variants if count > 1 or each.stepper != FULL_BATCH]
         if name in LEARNERS:
             if (optimizer, count) != (args.optimizers[0], args.microbatches[0]):
                 continue
-            optimizer, count, title = "its own", 1, f"{name}, {args.size}, batch {batch}"
+            optimizer, count, title = "its own", 1, f"{name}, {args.size}, batch {batch}{extra}"
             steppers = [(each, OF_LEARNERS.get(each.stepper)) for each in args.variants]
             chosen = [replace(each, stepper=stepper) for each, stepper in steppers if stepper is not None]
-        cases.append((title, make_task(name, args.size, batch, optimizer, count, args.dropout), chosen))
+        task = make_task(name, args.size, batch, optimizer, count, args.dropout, fused=not args.default_kernels)
+        cases.append((title, task, chosen))
     measurements, wrong = measure_tasks(cases, args, is_judged)
     if len(measurements) > 1:
         print(f"\n{format_overview(measurements)}", flush=True)
@@ -96,12 +98,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_task(
-    name: str, size: str, batch: int, optimizer: str, microbatches: int, dropout: float = 0.0
+    name: str, size: str, batch: int, optimizer: str, microbatches: int, dropout: float = 0.0, *, fused: bool = True
 ) -> MeasuredTask:
-    """Return the task of a workload."""
+    """Return the task of a workload; without `fused` the choice of the optimizer's kernel is left to torch."""
     arguments = {"name": name, "size": size, "batch": batch, "optimizer": optimizer, "microbatches": microbatches}
     if dropout:
         arguments["dropout"] = dropout
+    if not fused:
+        arguments["fused"] = None
     return MeasuredTask(builder="benchmarks.harness.whole_steps:build_task", arguments=arguments, compared=COMPARED)
 
 
@@ -145,6 +149,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=int, help=f"samples of a step; default: {dict(BATCHES)}, else 4")
     parser.add_argument("--optimizers", type=names_of(("sgd", "adamw")), default=["adamw"], help="sgd, adamw")
+    parser.add_argument("--default-kernels", action="store_true", help="optimizers without fused=True")
     parser.add_argument("--microbatches", type=batch_sizes, default=[1, 4], help="numbers of micro-batches, e.g. 1,2,4")
     parser.add_argument("--dropout", type=float, default=0.0, help="every dropout of a workload; default: 0")
     parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(KNOWN))

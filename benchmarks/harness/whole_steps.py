@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -69,14 +69,24 @@ class StepTask:
     microbatches: int
     adamw: Mapping[str, Any] = field(default_factory=lambda: ADAMW)
     """Arguments of AdamW."""
+    fused: bool | None = True
+    """Whether the optimizer has the fused kernel; None leaves that to torch."""
 
 
 def build_task(
-    *, name: str, size: str, batch: int, optimizer: str, microbatches: int, dropout: float = 0.0
+    *,
+    name: str,
+    size: str,
+    batch: int,
+    optimizer: str,
+    microbatches: int,
+    dropout: float = 0.0,
+    fused: bool | None = True,
 ) -> StepTask | Learner:
     """Return a task on a workload, or a learner, with so many samples in a step."""
     if name in LEARNERS:
-        return build_learner(name, size, batch=batch)
+        learner = build_learner(name, size, batch=batch)
+        return replace(learner, phases=tuple(replace(phase, fused=fused) for phase in learner.phases))
     workload = build(name, size, batch=batch, dropout=dropout)
     draw_class_tokens(workload.model)
     constants = {key: value for key, value in workload.inputs.items() if not isinstance(value, Tensor)}
@@ -90,6 +100,7 @@ def build_task(
         loss_fn=loss_fn,
         optimizer=optimizer,
         microbatches=microbatches,
+        fused=fused,
     )
 
 
@@ -101,10 +112,10 @@ def draw_class_tokens(model: nn.Module) -> None:
 
 
 def make_optimizer(task: StepTask) -> torch.optim.Optimizer:
-    """Return the optimizer as users have it: one native call for all parameters."""
+    """Return the optimizer as the task has it."""
     if task.optimizer == "sgd":
-        return torch.optim.SGD(task.model.parameters(), lr=SGD_RATE, fused=True)
-    return torch.optim.AdamW(task.model.parameters(), fused=True, **task.adamw)
+        return torch.optim.SGD(task.model.parameters(), lr=SGD_RATE, fused=task.fused)
+    return torch.optim.AdamW(task.model.parameters(), fused=task.fused, **task.adamw)
 
 
 class Loop(Stepper):

@@ -51,11 +51,13 @@ class Phase:
     every: int = 1
     """It is taken in the first of so many updates."""
     rate: float = 3e-4
+    fused: bool | None = True
+    """Whether Adam has the fused kernel; None leaves that to torch."""
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return Adam over what is trained."""
         parameters = [p for name, p in model.named_parameters() if name.split(".")[0] == self.trained]
-        return torch.optim.Adam(parameters, lr=self.rate, eps=EPS, fused=True)
+        return torch.optim.Adam(parameters, lr=self.rate, eps=EPS, fused=self.fused)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
