@@ -57,9 +57,8 @@ class OptimizerInParts:
         """Return why an optimizer can only step for all parameters together; None if it can in parts."""
         if type(optimizer) not in _EACH_PARAMETER_ALONE:
             return f"{type(optimizer).__name__} may use several parameters together"
-        if any(group.get("differentiable") for group in optimizer.param_groups):
-            return "the optimizer is differentiable"
-        return None
+        is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+        return "the optimizer is differentiable" if is_differentiable else None
 
     @staticmethod
     def problem_of_state(optimizer: torch.optim.Optimizer) -> str | None:
@@ -189,7 +188,8 @@ def _is_of_torch(step: Any) -> bool:
     """Return whether the step of a class is torch's: in a wrapper for the grad mode, and mostly in one for hooks."""
     inner = step.__wrapped__ if getattr(step, "hooked", False) else step  # another wrapper copies the attribute
     codes: list[Any] = [getattr(each, "__code__", None) for each in (inner, getattr(inner, "__wrapped__", None))]
-    return None not in codes and (codes[0].co_filename, codes[1].co_name) == (torch_optimizer.__file__, "step")
+    own = torch.optim.Optimizer.profile_hook_step.__code__
+    return None not in codes and (codes[0].co_filename, codes[1].co_name) == (own.co_filename, "step")
 
 
 def _call_kernel(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], gradients: Sequence[torch.Tensor]) -> bool:
@@ -204,7 +204,7 @@ def _call_kernel(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], gra
         return False
     states = [optimizer.state.get(each) or {} for each in parameters]
     given = (group["lr"], beta1, beta2, getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
-    if any(isinstance(each, torch.Tensor) for each in given) or not all(states) or is_profiling():  # its step is shown
+    if any(isinstance(each, torch.Tensor) for each in given) or not all(states) or is_profiling():  # which names a step
         return False
     means, squares, counts = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     largest = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
