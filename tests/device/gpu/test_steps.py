@@ -379,7 +379,7 @@ def test_a_report_shows_the_program(gpu: FakeGpu) -> None:
     """Its plan on the lanes of the GPU; first where it is."""
     pair = Pair(gpu)
     pair.step()
-    assert re.fullmatch(r"measuring, about \d+ steps left: the loop first", status(pair.run))
+    assert re.fullmatch(r"measuring, about \d+ steps? left: the loop first", status(pair.run))
     pair.steps(FIRST)
     text = str(report(pair.run))
     assert "0/0 step" in text and "left" in text and "update" in text, text
