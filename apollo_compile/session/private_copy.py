@@ -101,7 +101,8 @@ def with_batch(call: Arguments, batch: int) -> Arguments:
     if not sizes or batch < 1:
         raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
     size = sizes.most_common(1)[0][0]
-    return build([_resize(leaf, size, batch) for leaf in leaves])  # type: ignore[no-any-return]
+    changed: Arguments = build([_resize(leaf, size, batch) for leaf in leaves])
+    return changed
 
 
 def _resize(value: Any, size: int, batch: int) -> Any:

@@ -68,15 +68,15 @@ def compile_traced_step(
         with compile_lock(), own_code_generator():
             return compile_plainly(graph_module, inputs, settings)
 
-    compiled = compile_apart(run, backend=compile_graph, fullgraph=True, dynamic=False)
+    compiled: Callable[..., Made] = compile_apart(run, backend=compile_graph, fullgraph=True, dynamic=False)
 
     def call(parts: Sequence[Any], weights: Sequence[torch.Tensor], is_first: bool) -> Made | None:
         may_compile[0] = is_first
         try:
             if not is_first:
-                return compiled(parts, weights)  # type: ignore[no-any-return]
+                return compiled(parts, weights)
             with torch._dynamo.config.patch(trace_autograd_ops=True), swappable_tensors():
-                return compiled(parts, weights)  # type: ignore[no-any-return]
+                return compiled(parts, weights)
         except Exception as error:
             if is_first or not is_compile_error(error):
                 raise

@@ -99,7 +99,7 @@ def test_overlap_is_what_counting_instants_gives(seed: int) -> None:
 
 
 def test_the_text_has_every_number() -> None:
-    """Of the graph, of the run, and of the segments; `*` stands behind measured predictions, `~` behind scaled ones."""
+    """Look at the graph, the run and the segments; `*` stands behind measured predictions, `~` behind scaled ones."""
     summary = summarize(compilation(), RUN)
     lines = str(report_of(summary)).splitlines()
     assert lines[:6] == [

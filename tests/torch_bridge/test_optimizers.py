@@ -212,10 +212,10 @@ def test_a_step_in_parts_obeys_a_gradient_scaler_and_is_named_in_a_profile() -> 
     parts, gradient = OptimizerInParts(optimizer), torch.ones(8)
     parts.step([parameter], [gradient])
     before = parameter.detach().clone()
-    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())  # type: ignore[attr-defined]
+    vars(optimizer).update(grad_scale=torch.ones(()), found_inf=torch.ones(()))
     parts.step([parameter], [gradient])
     assert torch.equal(parameter, before)
-    optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+    vars(optimizer).update(grad_scale=None, found_inf=None)
     with torch.profiler.profile() as profile:
         parts.step([parameter], [gradient])
     assert not torch.equal(parameter, before)

@@ -326,7 +326,7 @@ def find_data_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> Data
 
 
 def called_alone(model: nn.Module) -> nn.Module:
-    """Return what a step on one rank calls: DistributedDataParallel without its reducer, which has no use."""
+    """Return what a step on one rank calls: of DistributedDataParallel a view that does not average gradients."""
     if not isinstance(model, DistributedDataParallel) or not find_ranks().is_alone or reason_for_reducer(model):
         return model
     return without_reducer(model)

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from benchmarks import gpu_step_checks as checks
+from tests.device.gpu import test_steps
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.test_checks import DEVICE
-from tests.device.gpu.test_steps import gpu  # noqa: F401
+
+gpu = test_steps.gpu
 
 
 @pytest.fixture
-def check_steps(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+def check_steps(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the check compile for the stand-in, whose replays have to know of the optimizer's state."""
     compile_step = checks.compile_step
 
@@ -45,7 +47,7 @@ def test_a_loop_with_other_numbers_is_found(check_steps: Any, monkeypatch: pytes
     assert not check_steps(DEVICE).is_met
 
 
-def test_sizes_and_numbers_may_change(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_sizes_and_numbers_may_change(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are eager's, and what no CUDA graph can hold is torch.compile's."""
     monkeypatch.setattr(checks, "DEFAULT_OPTIONS", {**checks.DEFAULT_OPTIONS, "runtime.bodies": "eager"})
     outcome = checks.sizes_and_numbers_may_change(DEVICE)

@@ -141,7 +141,10 @@ def test_a_model_may_assign_a_tensor_to_where_it_was(count: int) -> None:
     """The step is a program all the same, which reads what is there in every step."""
     schedule = Schedule()
     levels = schedule.levels
-    loss_fn = lambda model, batch: twins.towers_loss(model, batch) * schedule.level(batch["x"])  # noqa: E731
+
+    def loss_fn(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
+        return twins.towers_loss(model, batch) * schedule.level(batch["x"])
+
     pair = twins.Twins(lambda: TwoTowers(depth=1), loss_fn, count=count)
     for seed in range(5):
         levels[2] = seed + 1
