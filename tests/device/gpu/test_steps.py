@@ -382,4 +382,4 @@ def test_a_report_shows_the_program(gpu: FakeGpu) -> None:
     assert re.fullmatch(r"measuring, about \d+ steps? left: the loop first", status(pair.run))
     pair.steps(FIRST)
     text = str(report(pair.run))
-    assert "0/0 step" in text and "left" in text and "update" in text, text
+    assert "0/0 step" in text and "left" in text and ":AdamW" in text, text

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from apollo_compile.ir import BodyId, Buffer, BufferId, Role, Segment, SegmentGraph, SegmentId, Work
 from apollo_compile.session.step import segments
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 
@@ -33,6 +34,41 @@ def run(segment: segments.OneSegment, *taken: torch.Tensor) -> list[torch.Tensor
         each.nbytes for each in made
     ]
     return made
+
+
+def test_small_gradients_of_several_segments_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the parameters, until a group has enough; it is named after its first and its last segment."""
+    monkeypatch.setattr(segments, "FEWEST_BYTES", 100)
+    modules = ["net.first", "net.second", "net.third.a", "net.third.b", "net.last"]
+    made = [
+        Buffer(id=BufferId(n), name=f"gradient{n}", producer=SegmentId(n), readers=(), num_bytes=40, is_output=True)
+        for n in range(len(modules))
+    ]
+    backward = SegmentGraph(
+        name="backward",
+        role=Role.BACKWARD,
+        segments=tuple(
+            Segment(
+                id=SegmentId(n),
+                name=f"{module}:backward",
+                module=module,
+                body=BodyId(n),
+                inputs=(),
+                outputs=(BufferId(n),),
+                after=(),
+                work=Work(flops=0, bytes_read=0, bytes_written=40, kernels=1, parts=()),
+            )
+            for n, module in enumerate(modules)
+        ),
+        buffers=tuple(made),
+        inputs=(),
+        outputs=tuple(each.id for each in made),
+    )
+    groups = segments.group_gradients(backward, range(len(made)))
+    assert [(each.name, each.module, dict(each.sizes)) for each in groups] == [
+        ("net.first:backward to net.third.a:backward", "net.first to net.third.a", {0: 40, 1: 40, 2: 40}),
+        ("net.third.b:backward to net.last:backward", "net.third.b to net.last", {3: 40, 4: 40}),
+    ]
 
 
 def test_a_collective_runs_on_the_network() -> None:
