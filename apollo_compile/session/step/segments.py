@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonpath
 
 import torch
 
@@ -39,8 +40,8 @@ class GradientGroup:
     """Parameters whose gradients one segment of the backward makes, or several that make little."""
 
     name: str
-    """Names of the first and the last of them; `~inputs` for gradients that no segment makes."""
-    module: str
+    """Names of the first and the last segment; `~inputs` for gradients that no segment makes."""
+    module: str  # the innermost one that has all of these segments
     sizes: Mapping[int, int]
     """Bytes of the gradients, by the place of the parameter."""
 
@@ -66,11 +67,11 @@ def group_gradients(backward: SegmentGraph, places: Sequence[int]) -> Sequence[G
     groups: list[GradientGroup] = []
     for producer, sizes in made.items():
         maker = None if producer is None else backward.segments[producer]
-        name, module = ("~inputs", "") if maker is None else (maker.name, maker.module)
+        name, module = (maker.name, maker.module) if maker else ("~inputs", "")
         if groups and sum(groups[-1].sizes.values()) < FEWEST_BYTES:
             own = groups.pop()
-            first_name, first_module = (each.partition(" to ")[0] for each in (own.name, own.module))
-            name, module, sizes = f"{first_name} to {name}", f"{first_module} to {module}", {**own.sizes, **sizes}
+            name, sizes = f"{own.name.partition(' to ')[0]} to {name}", {**own.sizes, **sizes}
+            module = commonpath([each.replace(".", "/") for each in (own.module, module)]).replace("/", ".")
         groups.append(GradientGroup(name=name, module=module, sizes=sizes))
     return groups
 

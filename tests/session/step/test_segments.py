@@ -37,9 +37,9 @@ def run(segment: segments.OneSegment, *taken: torch.Tensor) -> list[torch.Tensor
 
 
 def test_small_gradients_of_several_segments_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the parameters, until a group has enough; it is named after its first and its last segment."""
+    """In the order of the parameters, until a group has enough; its module is the one that has all of them."""
     monkeypatch.setattr(segments, "FEWEST_BYTES", 100)
-    modules = ["net.first", "net.second", "net.third.a", "net.third.b", "net.last"]
+    modules = ["net.first", "net.second", "net.third.a", "net.third.b", "last"]
     made = [
         Buffer(id=BufferId(n), name=f"gradient{n}", producer=SegmentId(n), readers=(), num_bytes=40, is_output=True)
         for n in range(len(modules))
@@ -66,8 +66,8 @@ def test_small_gradients_of_several_segments_are_one_group(monkeypatch: pytest.M
     )
     groups = segments.group_gradients(backward, range(len(made)))
     assert [(each.name, each.module, dict(each.sizes)) for each in groups] == [
-        ("net.first:backward to net.third.a:backward", "net.first to net.third.a", {0: 40, 1: 40, 2: 40}),
-        ("net.third.b:backward to net.last:backward", "net.third.b to net.last", {3: 40, 4: 40}),
+        ("net.first:backward to net.third.a:backward", "net", {0: 40, 1: 40, 2: 40}),
+        ("net.third.b:backward to last:backward", "", {3: 40, 4: 40}),
     ]
 
 
