@@ -44,6 +44,21 @@ def test_layers_of_a_chain_and_twins_are_no_ensemble(members: int, is_chain: boo
     assert find_ensembles(with_critics(SMALL, members=members, is_chain=is_chain)) == ()
 
 
+@pytest.mark.parametrize("is_one_module", [False, True])
+def test_calls_of_one_module_are_no_ensemble(is_one_module: bool) -> None:
+    """Micro-batches and repeated calls have the same weights, so only different modules can be stacked."""
+    made = with_critics(SMALL, members=8)
+    stem, *others = made.partition.graph.segments
+    modules = ["norm" if is_one_module else f"critics.{number % 4}" for number in range(8)]
+    calls = [
+        replace(each, name=f"{module}@{number // 4}", module=module)
+        for number, (each, module) in enumerate(zip(others, modules, strict=True))
+    ]
+    partition = replace(made.partition, graph=replace(made.partition.graph, segments=(stem, *calls)))
+    found = [each.names for each in find_ensembles(replace(made, partition=partition))]
+    assert found == ([] if is_one_module else [tuple(f"critics.{number}@0" for number in range(4))])
+
+
 @pytest.mark.parametrize(("flops", "is_said"), [(SMALL, True), (LARGE, False)])
 def test_a_report_suggests_to_batch_small_members(flops: int, is_said: bool) -> None:
     """Launches of small ones add up; large ones fill lanes as they are."""
