@@ -40,8 +40,9 @@ class GradientGroup:
     """Parameters whose gradients one segment of the backward makes, or several that make little."""
 
     name: str
-    """Names of the first and the last segment; `~inputs` for gradients that no segment makes."""
-    module: str  # the innermost one that has all of these segments
+    """Names of the first and the last of them; `~inputs` for gradients that no segment makes."""
+    module: str
+    """The innermost one that has all of them."""
     sizes: Mapping[int, int]
     """Bytes of the gradients, by the place of the parameter."""
 
@@ -154,8 +155,7 @@ def update_parameters(
 ) -> OneSegment:
     """Step the optimizer for one group: takes parameters, to which it writes, and gradients.
 
-    Where gradients are clipped, it takes the factor too, and makes the clipped gradients. Without an optimizer it takes
-    no parameters.
+    Where they are clipped, it takes the factor too, and makes clipped ones. Without an optimizer it takes no parameters.
     """
     count, sizes = len(group.sizes), tuple(group.sizes.values())
     owners = [parameters[place] for place in group.sizes]  # those that the optimizer knows, not aliases of them
