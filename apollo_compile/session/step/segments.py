@@ -155,7 +155,7 @@ def update_parameters(
 ) -> OneSegment:
     """Step the optimizer for one group: takes parameters, to which it writes, and gradients.
 
-    Where they are clipped, it takes the factor too, and makes clipped ones. Without an optimizer it takes no parameters.
+    Where they are clipped, it takes the factor, too, and makes clipped ones. Without an optimizer, no parameters.
     """
     count, sizes = len(group.sizes), tuple(group.sizes.values())
     owners = [parameters[place] for place in group.sizes]  # those that the optimizer knows, not aliases of them
