@@ -13,8 +13,8 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -249,13 +249,6 @@ def on_halves(tasks: Iterable[Task], **others: Any) -> Problem:
     return Problem(tasks=tuple(tasks), lanes=lanes, atom_sizes=(1, 1), **others)
 
 
-_TWO_AT_ONCE: Mapping[int, tuple[Sequence[Collection[int]], tuple[int, ...]]] = {
-    2: (((0, 1), (0,), (1,)), (1, 1)),
-    4: (((0, 1, 2), (0,), (1, 2), (0, 1), (2,)), (2, 1, 1)),
-}
-"""Atoms of every lane, and the sizes of atoms, by the number of units."""
-
-
 def _atoms_of(lanes: Sequence[ir.Lane]) -> tuple[Sequence[Collection[int]], tuple[int, ...]]:
     """Return the atoms of every lane, and their sizes: units that belong to the same lanes are one atom."""
     owners = [tuple(lane.id for lane in lanes if unit in lane.units) for unit in lanes[0].units]
@@ -266,7 +259,7 @@ def _atoms_of(lanes: Sequence[ir.Lane]) -> tuple[Sequence[Collection[int]], tupl
 
 def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Problem:
     """Return a planning problem on a device of 2 or 4 units with splits in two, or of 16 with the whole catalogue."""
-    atoms, sizes = _atoms_of(lane_catalogue(16)) if num_units == 16 else _TWO_AT_ONCE[num_units]
+    atoms, sizes = _atoms_of(lane_catalogue(16) if num_units == 16 else lanes_for_two(lane_catalogue(num_units)))
     tasks = []
     for task in range(num_tasks):
         work, exponent, memory_share = rng.randrange(5, 200), rng.uniform(0.0, 1.0), rng.random()
@@ -321,8 +314,7 @@ def chains(
 # ------------------------------------------------------------------------------- planning problems like real models
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tower:
+class Tower(NamedTuple):
     """A chain of equal transformer layers, cut into `chunks`."""
 
     chunks: int

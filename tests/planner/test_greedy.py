@@ -44,14 +44,13 @@ def test_list_schedules_of_real_models_beat_the_serial_schedule(name: str) -> No
 
 
 def test_a_family_of_lanes_is_a_split_and_all_units() -> None:
-    """Halves, and three quarters beside a quarter; then also a half beside two quarters, thirds, and quarters."""
+    """Halves, and three quarters beside a quarter; then also a half beside two quarters, thirds, and quarters.
+
+    Lanes that leave units out are no split, nor are lanes that share some.
+    """
     assert lane_families(random_problem(random.Random(0), 3, 4)) == [(0, 1, 2, 3, 4), (0, 1, 2), (0, 3, 4)]
     in_three, in_four = [(1, 4, 10), (2, 8, 9), (5, 6, 7)], [(4, 8, 9, 10)]
     assert splits(random_problem(random.Random(0), 3, 16)) == sorted([(1, 2), (3, 4), *in_three, *in_four])
-
-
-def test_lanes_that_leave_units_out_are_no_split() -> None:
-    """Nor are lanes that share some."""
     lanes = (frozenset({0, 1, 2}), frozenset({0}), frozenset({1, 2}), frozenset({0, 1}))
     for known, expected in ((lanes, [(1, 2)]), (lanes[:2], []), ((*lanes[:2], lanes[3]), [])):
         assert splits(Problem(tasks=(a_task(1),), lanes=known, atom_sizes=(1, 1, 1))) == expected

@@ -7,14 +7,42 @@ from pathlib import Path
 import pytest
 from ortools.sat.python import cp_model
 
-from apollo_compile.planner.problem import ExecutionMode, Problem, Task
-from tests.builders import a_task
+from apollo_compile.planner.problem import Problem
+from tests.builders import a_task, on_halves
 from tests.planner.test_cp_sat import ask_solver
 
 MODELS = Path(__file__).parent / "cpsat_repro"
 
 OPTIMA = {"n6_seed368_false_infeasible": 3914, "n8_seed20_false_optimal": 2949}
 """Least makespans of the problems of `MODELS`, in the encoding that gives every alternative a start of its own."""
+
+PROBLEMS = {
+    "n6_seed368_false_infeasible": on_halves(
+        [
+            a_task(290, 290, 290),
+            a_task(1758, 3498, 3299, before=(0,)),
+            a_task(350, 350, 350),
+            a_task(313, 603, 570, before=(0, 2)),
+            a_task(554, 628, 599, before=(3,)),
+            a_task(939, 1809, 1710, before=(1, 4)),
+        ]
+    ),
+    "n8_seed20_false_optimal": Problem(
+        tasks=(
+            a_task(459, 459, 478, 499, 778),
+            a_task(305, 305, 305, 305, 367, before=(0,)),
+            a_task(790, 790, 790, 790, 1323),
+            a_task(256, 256, 256, 256, 300, before=(2,)),
+            a_task(290, 290, 290, 290, 468, before=(0, 1, 2)),
+            a_task(563, 563, 736, 774, 1266, before=(2, 3)),
+            a_task(132, 132, 132, 132, 132, before=(1,)),
+            a_task(1564, 2090, 2884, 3054, before=(0,)),
+        ),
+        lanes=(frozenset({0, 1, 2}), frozenset({0, 1}), frozenset({1, 2}), frozenset({0}), frozenset({2})),
+        atom_sizes=(1, 1, 1),
+    ),
+}
+"""What the models say: no demands, no hand-over, a lane per set of atoms."""
 
 SOLVER_SEEDS = range(4)
 
@@ -51,49 +79,13 @@ def test_the_solver_is_right_of_alternatives_with_starts_of_their_own_and_wrong_
 
 @pytest.mark.parametrize("name", OPTIMA)
 def test_our_model_solves_the_problems_on_which_the_shared_one_fails(name: str) -> None:
-    """The problem is read back from its model; the schedule shows that the optimum is one."""
-    problem = read_back((MODELS / f"{name}.shared.pbtxt").read_text())
+    """The schedule shows that the optimum is one."""
+    problem = PROBLEMS[name]
     for seed in SOLVER_SEEDS:
         outcome = ask_solver(problem, seed=seed, deterministic_time=30.0)
         assert outcome.status == "optimal"
         assert problem.violations(outcome.schedule) == ()
         assert outcome.schedule.makespan == OPTIMA[name]
-
-
-def read_back(text: str) -> Problem:
-    """Return the problem of a model with shared starts: no demands, no hand-over, a lane per set of atoms."""
-    model = cp_model.CpModel()
-    assert model.proto.parse_text_format(text)
-    constraints = list(model.proto.constraints)
-    intervals = {
-        index: (found.enforcement_literal[0], found.interval)
-        for index, found in enumerate(constraints)
-        if found.has_interval()
-    }
-    atoms = [set(found.no_overlap.intervals) for found in constraints if found.has_no_overlap()]
-    choices = [set(found.exactly_one.literals) for found in constraints if found.has_exactly_one()]
-    covers = {index: frozenset(a for a, users in enumerate(atoms) if index in users) for index in intervals}
-    lanes = sorted(set(covers.values()), key=lambda lane: (-len(lane), sorted(lane)))
-    runs = [[index for index, (on, _) in intervals.items() if on in choice] for choice in choices]
-    starts = [intervals[own[0]][1].start.vars[0] for own in runs]
-    ends = [intervals[own[0]][1].end.vars[0] for own in runs]
-    edges = set()
-    for found in constraints:
-        if found.has_linear() and len(found.linear.vars) == 2 and found.linear.domain[0] == 0:
-            later, earlier = found.linear.vars if found.linear.coeffs[0] > 0 else reversed(found.linear.vars)
-            if later in starts and earlier in ends:
-                edges.add((ends.index(earlier), starts.index(later)))
-    tasks = tuple(
-        Task(
-            modes=tuple(
-                ExecutionMode(lane=lanes.index(covers[index]), duration=intervals[index][1].size.offset)
-                for index in sorted(own, key=lambda index: lanes.index(covers[index]))
-            ),
-            predecessors=tuple(sorted(before for before, after in edges if after == task)),
-        )
-        for task, own in enumerate(runs)
-    )
-    return Problem(tasks=tasks, lanes=tuple(lanes), atom_sizes=(1,) * len(atoms))
 
 
 def test_rounded_amounts_give_a_valid_schedule_and_no_proof() -> None:
