@@ -166,8 +166,8 @@ def test_four_encoders_run_at_once_where_there_are_units_for_them() -> None:
     assert here.num_lanes <= 2 < there.num_lanes
 
 
-def test_what_cannot_be_planned_is_one_error() -> None:
-    """With what failed and what to do."""
+def test_what_cannot_be_planned_is_one_error_and_a_plan_that_cannot_be_made_is_a_reason() -> None:
+    """With what failed and what to do; the backend would fall back for the reason, and so does the dry run."""
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.raises(TargetError, match=r"cannot copy the inputs(.|\n)*call detach\(\)"):
         explain(nn.Linear(2, 2), (x * 2,))
@@ -181,9 +181,5 @@ def test_what_cannot_be_planned_is_one_error() -> None:
         explain(nn.Bilinear(2, 2, 2), (torch.ones(2, 2),), torch.ones(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TargetError, match="no report of a Tensor: expected a compiled module or function"):
         apollo_compile.report(torch.ones(2))  # type: ignore[arg-type]
-
-
-def test_a_plan_that_cannot_be_made_is_a_reason() -> None:
-    """The backend would fall back, and so does the dry run."""
     report = explain(nn.Linear(64, 64), (torch.randn(8, 64),), options={"plan.memory_quota": 1})
     assert report.fallbacks and all("InfeasiblePlanError" in reason for _, reason in report.fallbacks)

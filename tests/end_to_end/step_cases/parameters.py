@@ -141,7 +141,8 @@ def _share_some(model: nn.Sequential) -> None:
     model[2].weight.data, model[4].weight.data = both[:8], both[4:]
 
 
-def _flatten_all(model: nn.Sequential) -> None:
+def flatten_all(model: nn.Module) -> None:
+    """Put all parameters next to each other into one tensor."""
     flat = torch.cat([parameter.data.flatten() for parameter in model.parameters()])
     for parameter, part in zip(model.parameters(), _cut_like(model, flat), strict=True):
         parameter.data = part
@@ -157,7 +158,7 @@ for name, says, share in (
     ("two parameters in one memory", by_own, _share_all),
     ("two parameters in one memory, transposed", by_own, partial(_share_all, view=torch.t)),
     ("two parameters that overlap", "Rows in the middle are updated twice.", _share_some),
-    ("all parameters in one memory", "As frameworks lay them out that shard models.", _flatten_all),
+    ("all parameters in one memory", "As frameworks lay them out that shard models.", flatten_all),
 ):
     for count, kind in enumerate(("SGD", "AdamW"), 1):
         add(f"{name}, with {kind}", says, model=partial(_sharing, share), by=OPTIMIZERS[kind], count=count)
@@ -243,18 +244,11 @@ for name, says, change in (
     add(name, says, model=partial(_parametrized, change), count=1 if "orthogonal" in name else 2)
 
 
-class Symmetric(nn.Module):
-    """Makes a matrix of its upper triangle."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.triu() + x.triu(1).transpose(-1, -2)
-
-
 @case()
 def a_symmetric_weight() -> Training:
     """The upper triangle alone gets gradients."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    parametrize.register_parametrization(layer, "weight", Symmetric())
+    parametrize.register_parametrization(layer, "weight", Wrapped(lambda _, x: x.triu() + x.triu(1).mT))
     return train(nn.Sequential(layer, _linear()), by=adamw)
 
 

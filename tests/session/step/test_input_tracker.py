@@ -31,19 +31,15 @@ def test_what_stays_what_is_shared_and_what_is_neither() -> None:
 
 
 def test_what_was_different_once_is_never_shared() -> None:
-    """Neither where it was seen nor where a program was given it."""
+    """Neither where it was seen nor where a program was given it; one micro-batch alone shares everything."""
+    alone = InputTracker()
+    see(alone, range(2), torch.ones(2), parts=1)
+    assert alone.shared_inputs().shared == {FIXED, NEW, BATCH}
     tracker, fixed = InputTracker(), torch.ones(2)
     see(tracker, range(FEWEST_STEPS), fixed)
     tracker.separate([NEW])
     see(tracker, range(FEWEST_STEPS, 2 * FEWEST_STEPS), fixed, parts=1)
     assert tracker.shared_inputs().shared == {FIXED}
-
-
-def test_one_micro_batch_shares_everything() -> None:
-    """There is no other that could have something else."""
-    tracker = InputTracker()
-    see(tracker, range(2), torch.ones(2), parts=1)
-    assert tracker.shared_inputs().shared == {FIXED, NEW, BATCH}
 
 
 def test_inputs_in_memory_of_the_model_are_found() -> None:

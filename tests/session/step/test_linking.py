@@ -14,6 +14,7 @@ from apollo_compile.tools.report import report, status
 from tests.end_to_end import twins
 from tests.end_to_end.models import TwoTowers
 from tests.end_to_end.step_cases.models import Wrapped
+from tests.end_to_end.step_cases.parameters import flatten_all
 from tests.end_to_end.step_cases.turns import compile_nothing
 from tests.session.step.towers import COMPARED, batch_of, loss_of, make_towers, sgd
 
@@ -29,10 +30,7 @@ def siamese() -> nn.Module:
 def flat() -> nn.Module:
     """Return towers whose parameters are neighbours in one tensor, which share nothing."""
     towers = make_towers()
-    members = list(towers.parameters())
-    pieces = torch.cat([each.detach().flatten() for each in members]).split([each.numel() for each in members])
-    for each, piece in zip(members, pieces, strict=True):
-        each.data = piece.view_as(each)
+    flatten_all(towers)
     return towers
 
 

@@ -105,11 +105,8 @@ def line_of(function: Callable[..., Any]) -> str:
 
 
 FORMS = [
-    (asks_for_a_number, twins.layer, line_of(asks_for_a_number)),
-    (cuts_by_a_number, twins.layer, line_of(cuts_by_a_number)),
-    (divides_by_a_number, twins.layer, line_of(divides_by_a_number)),
-    (trims_to_the_longest, twins.layer, line_of(trims_to_the_longest)),
-    (loops_as_often_as_a_number_says, twins.layer, line_of(loops_as_often_as_a_number_says)),
+    *((each, twins.layer, line_of(each)) for each in (asks_for_a_number, cuts_by_a_number, divides_by_a_number)),
+    *((each, twins.layer, line_of(each)) for each in (trims_to_the_longest, loops_as_often_as_a_number_says)),
     pytest.param(
         *(fails_backward, twins.layer, line_of(Compared)),
         marks=pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does

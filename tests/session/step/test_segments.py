@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
-from apollo_compile.ir import BodyId, Buffer, BufferId, Role, Segment, SegmentGraph, SegmentId, Work
 from apollo_compile.session.step import segments
 from apollo_compile.torch_bridge.optimizers import OptimizerInParts
+from tests.builders import graph
 
 SHAPES = ((3, 4), (5,), (), (2, 2))
 GROUPS = (
@@ -40,31 +41,9 @@ def test_small_gradients_of_several_segments_are_one_group(monkeypatch: pytest.M
     """In the order of the parameters, until a group has enough; its module is the one that has all of them."""
     monkeypatch.setattr(segments, "FEWEST_BYTES", 100)
     modules = ["net.first", "net.second", "net.third.a", "net.third.b", "last"]
-    made = [
-        Buffer(id=BufferId(n), name=f"gradient{n}", producer=SegmentId(n), readers=(), num_bytes=40, is_output=True)
-        for n in range(len(modules))
-    ]
-    backward = SegmentGraph(
-        name="backward",
-        role=Role.BACKWARD,
-        segments=tuple(
-            Segment(
-                id=SegmentId(n),
-                name=f"{module}:backward",
-                module=module,
-                body=BodyId(n),
-                inputs=(),
-                outputs=(BufferId(n),),
-                after=(),
-                work=Work(flops=0, bytes_read=0, bytes_written=40, kernels=1, parts=()),
-            )
-            for n, module in enumerate(modules)
-        ),
-        buffers=tuple(made),
-        inputs=(),
-        outputs=tuple(each.id for each in made),
-    )
-    groups = segments.group_gradients(backward, range(len(made)))
+    made = graph(*5 * [()], names=modules, sizes=6 * [40])
+    named = [replace(each, name=f"{each.name}:backward") for each in made.segments]
+    groups = segments.group_gradients(replace(made, segments=tuple(named)), range(5))
     assert [(each.name, each.module, dict(each.sizes)) for each in groups] == [
         ("net.first:backward to net.third.a:backward", "net", {0: 40, 1: 40, 2: 40}),
         ("net.third.b:backward to last:backward", "", {3: 40, 4: 40}),
