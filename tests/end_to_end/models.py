@@ -60,19 +60,12 @@ def _run_embedded(own: Any, tokens: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _embedded_tower(dropout: float) -> nn.Module:
+def embedded_tower(dropout: float) -> nn.Module:
+    """Return a tower whose embedding is small beside its layers, and reads nothing but tokens and seeds of dropout."""
     parts = {"table": nn.Embedding(100, 64), "norm": nn.LayerNorm(64), "dropout": nn.Dropout(dropout)}
     embeddings = Wrapped(lambda own, tokens: own.dropout(own.norm(own.table(tokens))), **parts)
     layers = (nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64), nn.Dropout(dropout)) for _ in range(2))
     return Wrapped(_run_embedded, embeddings=embeddings, layers=nn.ModuleList(layers))
-
-
-class EmbeddedTowers(TwoTowers):
-    """Two towers whose embeddings are small beside their layers, and read nothing but tokens and seeds of dropout."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.image, self.text = _embedded_tower(dropout), _embedded_tower(dropout)  # type: ignore[assignment]
 
 
 def two_tower_inputs(batch: int = 64, width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from apollo_compile.ir.text import format_capture
 from apollo_compile.operators.entry import WorkKind
 from apollo_compile.operators.work import evaluate, name_of, node_work, work_of
 from apollo_compile.passes.capture import capture_graph
+from tests.operators.test_effects import seen
 
 aten = torch.ops.aten
 _X = torch.rand(4, 6)
@@ -49,12 +50,6 @@ def test_views_and_constants_are_no_kernels() -> None:
     assert evaluate(node_work(aten.full.default, ([4, 6], 0.0), {}, _X), {}).parts == ()
 
 
-@torch.library.custom_op("apollo_tests::kept", mutates_args=())
-def kept(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy."""
-    return x.clone()
-
-
 @torch.library.custom_op("apollo_tests::shifted", mutates_args=(), tags=(torch.Tag.pointwise,))
 def shifted(x: torch.Tensor) -> torch.Tensor:
     """Return more."""
@@ -63,7 +58,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 def test_what_has_no_entry_is_what_torch_says_of_it() -> None:
     """A user's pointwise operator; arithmetic on sizes is free, and anything else costs its bytes."""
-    pointwise, unknown = (node_work(op._opoverload, (_X,), {}, _X.clone()) for op in (shifted, kept))
+    pointwise, unknown = (node_work(op._opoverload, (_X,), {}, _X.clone()) for op in (shifted, seen))
     assert (pointwise.kind, pointwise.flops) == (WorkKind.POINTWISE, 24)
     assert (unknown.kind, unknown.flops, unknown.bytes_read, unknown.bytes_written) == (WorkKind.UNKNOWN, 0, 96, 96)
     for function in (operator.mul, torch.sym_max):

@@ -283,16 +283,19 @@ def test_outputs_may_be_none_inputs_aliases_and_repeats(hand: Hand) -> None:
 # ------------------------------------------------------------------------------------------------------------ order
 
 
-def test_random_draws_stay_in_order_among_themselves(hand: Hand) -> None:
-    """Each comes after the one before; what does not draw is free."""
-    x = hand.input("x", 4)
+def test_random_draws_stay_in_order_among_themselves_and_so_do_side_effects(hand: Hand) -> None:
+    """Each comes after the one before; what does not draw is free. The effects are assertions, which return nothing."""
+    x, flag = hand.input("x", 4), hand.input("flag", dtype=torch.bool)
+    first = hand.call(aten._assert_async.msg, flag, "first")
     seeds = hand.call(prims.inductor_seeds.default, 1, torch.device("cpu"))
     bernoulli = hand.call(aten.bernoulli.p, x, 0.5)
     between = hand.call(aten.neg.default, x)
+    second = hand.call(aten._assert_async.msg, flag, "second")
     rand = hand.call(aten.rand.default, [4], device=torch.device("cpu"))
     dropout = hand.call(aten.native_dropout.default, x, 0.5, True)
     made = hand.capture(bernoulli, between, rand, hand.call(operator.getitem, dropout, 0))
-    assert after(made, seeds) == set()
+    assert after(made, seeds) == after(made, first) == set()
+    assert after(made, second) == {str(first)}
     assert after(made, bernoulli) == {"inductor_seeds_default"}
     assert after(made, between) == set()
     assert after(made, rand) == {"bernoulli_p"}
@@ -400,17 +403,6 @@ def test_what_an_operator_returns_of_what_it_wrote_to_is_the_same_memory(hand: H
     made = hand.capture(reader, second)
     assert after(made, direct) == set()
     assert after(made, second) == {str(first), str(reader)}
-
-
-def test_side_effects_stay_in_order(hand: Hand) -> None:
-    """Here assertions, which return nothing."""
-    flag = hand.input("flag", dtype=torch.bool)
-    first = hand.call(aten._assert_async.msg, flag, "first")
-    hand.call(aten.logical_not.default, flag)
-    second = hand.call(aten._assert_async.msg, flag, "second")
-    made = hand.capture()
-    assert after(made, first) == set()
-    assert after(made, second) == {str(first)}
 
 
 def sum_over_ranks(hand: Hand, value: fx.Node) -> fx.Node:

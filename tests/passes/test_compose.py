@@ -157,14 +157,18 @@ def test_micro_batches_depend_on_each_other_only_where_something_is_written() ->
     assert set(readers) <= set(chained.segments[2 + readers[0]].after)
 
 
-def test_segments_that_draw_random_numbers_keep_the_order_of_the_calls() -> None:
-    """The second call draws after the first one has."""
+def test_segments_that_draw_random_numbers_or_communicate_keep_the_order_of_the_calls() -> None:
+    """The second call draws after the first one has; ranks agree on collectives, which share no value."""
     made = graph((), (0,), (0,))
     calls = [Call(graph=0, label=f"@{n}", phase=Phase.FORWARD, takes=("x",), makes=(f"a{n}", f"b{n}")) for n in (0, 1)]
     step = compose_step("step", [made], calls, inputs=["x"], outputs=["a1"], ordered={0: {SegmentId(1)}})
     assert step.segments[4].after == (SegmentId(1),)
     assert [segment.body for segment in step.segments] == 2 * [0, 1, 2]
     assert [segment.name for segment in step.segments] == ["m0@0", "m1@0", "m2@0", "m0@1", "m1@1", "m2@1"]
+    made = graph((), collectives=(0,))
+    calls = [Call(graph=0, label=f"@{n}", phase=Phase.UPDATE, takes=("x",), makes=(f"y{n}",)) for n in range(3)]
+    step = compose_step("step", [made], calls, inputs=["x"], outputs=["y0", "y1", "y2"])
+    assert [each.after for each in step.segments] == [(), (0,), (1,)]
 
 
 @pytest.mark.parametrize(
@@ -180,11 +184,3 @@ def test_a_call_that_does_not_fit_is_refused(takes: tuple[str, ...], makes: tupl
     call = Call(graph=0, label="", phase=Phase.FORWARD, takes=takes, makes=makes)
     with pytest.raises(ValueError, match=problem):
         compose_step("step", [graph((), (0,))], [call], inputs=["x"], outputs=["x"])
-
-
-def test_collectives_of_all_calls_follow_each_other() -> None:
-    """Other ranks keep the order of the calls; nothing else would order two of them that share no value."""
-    made = graph((), collectives=(0,))
-    calls = [Call(graph=0, label=f"@{n}", phase=Phase.UPDATE, takes=("x",), makes=(f"y{n}",)) for n in range(3)]
-    step = compose_step("step", [made], calls, inputs=["x"], outputs=["y0", "y1", "y2"])
-    assert [each.after for each in step.segments] == [(), (0,), (1,)]

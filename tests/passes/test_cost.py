@@ -10,16 +10,6 @@ from tests.builders import graph
 from tests.profiles import CPU
 
 
-def test_there_is_one_mode_per_unit_count_of_the_catalogue() -> None:
-    """Four units: a quarter, a half, three quarters, all."""
-    made = graph((), (0,))
-    costs = estimate_costs(made, CPU, Observations())
-    check_costs(costs, made)
-    assert [[mode.units for mode in modes] for modes in costs.modes] == [[1, 2, 3, 4]] * 2
-    assert (costs.handover_ns, costs.slowdown) == (7, CPU.slowdown)
-    assert {mode.source for modes in costs.modes for mode in modes} == {CostSource.FORMULA}
-
-
 def test_equal_segments_cost_the_same_but_for_the_first() -> None:
     """The code of a body is cold when it runs for the first time: two kernels, 1 ns each."""
     costs = estimate_costs(graph((), (0,), (1,), bodies=(0, 1, 1)), CPU, Observations())
@@ -67,9 +57,17 @@ def test_a_measurement_elsewhere_scales_the_formula(units: int, nearest: int) ->
     assert mode.source is (CostSource.MEASURED if units == nearest else CostSource.SCALED)
 
 
-def test_a_body_that_was_measured_on_no_unit_has_a_mode_there() -> None:
-    """It waits for other ranks as long as on all units; no other segment can do without units."""
+def test_there_is_one_mode_per_unit_count_of_the_catalogue_and_one_on_no_unit_where_that_was_measured() -> None:
+    """Four units: a quarter, a half, three quarters, all.
+
+    Without units a body waits for other ranks as long as on all of them; no other segment can do without.
+    """
     made = graph((), (0,))
+    costs = estimate_costs(made, CPU, Observations())
+    check_costs(costs, made)
+    assert [[mode.units for mode in modes] for modes in costs.modes] == [[1, 2, 3, 4]] * 2
+    assert (costs.handover_ns, costs.slowdown) == (7, CPU.slowdown)
+    assert {mode.source for modes in costs.modes for mode in modes} == {CostSource.FORMULA}
     entries = tuple(Observation(body=BodyId(1), units=units, count=1, median_ns=500) for units in (0, 4))
     costs = estimate_costs(made, CPU, Observations(entries=entries))
     check_costs(costs, made)

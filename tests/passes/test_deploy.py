@@ -128,7 +128,7 @@ def test_a_frozen_module_sums_nothing() -> None:
 
 
 def test_waves_give_the_modules_of_a_level_disjoint_groups_as_large_as_their_work() -> None:
-    """A later level has all devices again."""
+    """A later level has all devices again; more modules than devices take several waves."""
     work = deploy.StepWork(
         modules=tuple(state(name, devices=8) for name in ("a", "b", "c", "d")),
         calls=(
@@ -140,15 +140,11 @@ def test_waves_give_the_modules_of_a_level_disjoint_groups_as_large_as_their_wor
     waves = {group.module: (group.first, group.devices) for group in plan.baselines[1].groups}
     assert waves == {"a": (0, 4), "b": (4, 2), "c": (6, 2), "d": (0, 8)}
     assert plan.step_ns <= min(baseline.step_ns for baseline in plan.baselines)
-
-
-def test_more_modules_than_devices_take_several_waves() -> None:
-    """Each with a device of its own in its wave."""
     names = [f"m{index}" for index in range(5)]
     work = deploy.StepWork(modules=tuple(map(state, names)), calls=tuple(divided(name, 9_000) for name in names))
     plan = deploy.plan_deployment(work, cluster(2), seconds=2)
-    waves = [(group.first, group.devices) for group in plan.baselines[1].groups]
-    assert waves == [(0, 1), (1, 1), (0, 1), (1, 1), (0, 2)]
+    found = [(group.first, group.devices) for group in plan.baselines[1].groups]
+    assert found == [(0, 1), (1, 1), (0, 1), (1, 1), (0, 2)]
 
 
 def test_an_infeasible_memory_names_the_least_that_works() -> None:
@@ -205,11 +201,14 @@ def test_a_division_that_cannot_be_is_an_error(wrong: dict[str, Any]) -> None:
         deploy.plan_deployment(one(replace(LAYERS, **wrong), forward=(10,)), cluster(4), seconds=1)
 
 
-def test_given_groups_are_predicted_like_planned_ones() -> None:
-    """Also in another order."""
+def test_given_groups_are_predicted_like_planned_ones_and_keep_the_memory_too() -> None:
+    """Also in another order; the error names the device."""
     work = towers(100_000, 60_000)
     plan = deploy.plan_deployment(work, cluster(2), seconds=3)
     assert deploy.deploy_on(work, cluster(2), plan.groups[::-1], known=plan) == plan
+    both = [replace(group, first=0, devices=2 if group.module == "loss" else 1) for group in plan.groups]
+    with pytest.raises(InfeasiblePlanError, match=r"device 0 would hold 8.1 KiB, and has 7.8 KiB"):
+        deploy.deploy_on(work, cluster(2, 8_000), both)
 
 
 @pytest.mark.parametrize(
@@ -229,15 +228,6 @@ def test_groups_that_cannot_be_are_errors(module: str, first: int, devices: int,
     ]
     with pytest.raises(ConfigError, match=text):
         deploy.deploy_on(towers(100_000, 60_000), cluster(2), [wrong, *rest])
-
-
-def test_given_groups_keep_the_memory_too() -> None:
-    """The error names the device."""
-    work = towers(100_000, 60_000)
-    groups = deploy.plan_deployment(work, cluster(2), seconds=3).groups
-    both = [replace(group, first=0, devices=2 if group.module == "loss" else 1) for group in groups]
-    with pytest.raises(InfeasiblePlanError, match=r"device 0 would hold 8.1 KiB, and has 7.8 KiB"):
-        deploy.deploy_on(work, cluster(2, 8_000), both)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from apollo_compile.torch_bridge.layouts import report_output_strides
 from benchmarks.workloads.gpu import build_gpu_workload
 from tests.end_to_end.models import Tower, TwoTowers
 from tests.end_to_end.step_cases.models import Wrapped
+from tests.end_to_end.test_whole_step_functions import by_backward
 from tests.failures import raising
 
 aten = torch.ops.aten
@@ -663,20 +664,7 @@ def test_every_graph_has_a_legal_partition(seed: int) -> None:
 def whole_step(num_parts: int) -> Recorded:
     """Return the graph of a step of two towers with SGD."""
     torch.manual_seed(0)
-    model = TwoTowers(8, 2, dropout=0.2)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(())
-        for left, right in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
-            loss = model(left, right).square().mean()
-            loss.backward()
-            total = total + loss.detach()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(0.1 * parameter.grad)
-                parameter.grad = None
-        return total
-
+    step = by_backward(TwoTowers(8, 2, dropout=0.2), num_parts)
     with torch._dynamo.config.patch(trace_autograd_ops=True):  # type: ignore[no-untyped-call]
         return record(step, (sized(6, 8), sized(6, 8)))[ir.Role.STEP]
 

@@ -19,7 +19,7 @@ from apollo_compile.session.dry_run import trace
 from apollo_compile.store.profiles import default_profile
 from apollo_compile.target.compilation import Compilation
 from benchmarks.workloads.act import Act, FrozenBatchNorm, ResNet
-from tests.end_to_end.models import EmbeddedTowers, TwoTowers
+from tests.end_to_end.models import TwoTowers, embedded_tower
 from tests.end_to_end.step_cases.models import Wrapped
 from tests.passes.test_partition import (
     APART,
@@ -188,7 +188,9 @@ def test_seeds_of_dropout_tie_no_towers_together(config: PartitionConfig) -> Non
 def test_an_embedding_with_dropout_does_not_draw_the_seeds_of_others() -> None:
     """It is tiny beside its tower and reads nothing else, but takes longer than a launch."""
     torch.manual_seed(0)
-    recorded = record(EmbeddedTowers(dropout=0.4), [torch.arange(512) % 100] * 2)[Role.FORWARD]
+    model = TwoTowers()
+    model.image, model.text = embedded_tower(0.4), embedded_tower(0.4)  # type: ignore[assignment]
+    recorded = record(model, [torch.arange(512) % 100] * 2)[Role.FORWARD]
     assert_independent(assert_replays(recorded, LAYER).graph, "image", "text")
 
 
