@@ -34,16 +34,17 @@ def test_busy_sms_are_those_of_blocks_within_the_quota(
     assert gpu_busy.side_by_side_share(kernels) == pytest.approx(together)
 
 
+def event(name: str, cat: str, ts: float, context: int, grid: list[int]) -> dict[str, object]:
+    """Return an event of a profile."""
+    args = {"grid": grid, "stream": 7, "context": context}
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": 2.5, "args": args}
+
+
 def test_a_profile_tells_kernels_from_markers_and_all_else() -> None:
     """By what torch's profiler writes; a marker has a block for every SM of its context.
 
     Its memory is filled before it; where one context has several markers, the largest counts.
     """
-
-    def event(name: str, cat: str, ts: float, context: int, grid: list[int]) -> dict[str, object]:
-        args = {"grid": grid, "stream": 7, "context": context}
-        return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": 2.5, "args": args}
-
     events: list[object] = [
         event("gemm", "kernel", 20.0, 1, [4, 2, 1]),
         event("_note_and_spin_0d1d", "kernel", 1.0, 3, [64, 1, 1]),
@@ -76,11 +77,10 @@ def test_kernels_are_counted_by_class() -> None:
         "void at::native::direct_copy_kernel_cuda",
         "void at::native::reduce_kernel<512>",
     )
-    args = {"grid": [1, 1, 1], "stream": 7, "context": 1}
-    marker = {"cat": "kernel", "name": "_note_and_spin", "ts": 5.0, "dur": 1.0, "args": args}
-    early = {"cat": "kernel", "name": "fill", "ts": 0.0, "dur": 100.0, "args": args}
-    step = [{"cat": "kernel", "name": name, "ts": 10.0, "dur": 2.0, "args": args} for name in names]
+    early = {**event("fill", "kernel", 0.0, 1, [1, 1, 1]), "dur": 100.0}
+    marker = event("_note_and_spin", "kernel", 5.0, 1, [1, 1, 1])
+    step = [event(name, "kernel", 10.0, 1, [1, 1, 1]) for name in names]
     found = kernel_classes({"traceEvents": [early, marker, *step]})
     others = ("attention", "Inductor's loops", "optimizer", "copies and fills", "others")
     assert {name: entry["kernels"] for name, entry in found.items()} == {"matmul": 3, **dict.fromkeys(others, 1)}
-    assert found["matmul"]["ns"] == 6_000
+    assert found["matmul"]["ns"] == 7_500

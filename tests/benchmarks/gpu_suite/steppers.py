@@ -47,9 +47,7 @@ class Fine:
 class Dies(Fine):
     """Ends in the midst of its second turn."""
 
-    def __init__(self, order: Mapping[str, Any]) -> None:
-        super().__init__(order)
-        self._num_loops = 0
+    _num_loops = 0
 
     def loop(self, steps: int) -> int:
         self._num_loops += 1

@@ -15,6 +15,7 @@ from torch import nn
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import Variant
+from apollo_compile.session.step.split import split_evenly
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.interpret import interpret_bodies
@@ -95,7 +96,8 @@ class Pair:
         *,
         microbatches: int = 1,
         clip: float | None = None,
-        loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_fn,
+        loss: Callable[[nn.Module, Any], torch.Tensor] = loss_fn,
+        split: Callable[[Any, int], Sequence[Any]] = split_evenly,
         **options: Any,
     ) -> None:
         self._twins = Twins(
@@ -103,6 +105,7 @@ class Pair:
             loss,
             optimize,
             count=microbatches,
+            split=split,
             options={**PROGRAM, **options},
             tolerance=(1e-6, 1e-8),
             of_gradients=(1e-6, 1e-8),
@@ -234,22 +237,16 @@ def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) 
         loss: torch.Tensor = (model(part[0]) * part[1]).square().mean()
         return loss
 
-    close = (1e-7, 1e-9)
-    twins = Twins(
-        lambda: branches()[0].double(),
-        loss_of,
-        count=2,
-        split=lambda batch, count: list(zip(batch.chunk(count), masks, strict=True)),
-        options=PROGRAM,
-        tolerance=close,
-        of_gradients=close,
-    )
+    def split(batch: torch.Tensor, count: int) -> list[Any]:
+        return list(zip(batch.chunk(count), masks, strict=True))
+
+    pair = Pair(gpu, None, microbatches=2, loss=loss_of, split=split)
     log = gpu.sharing(Sharing.FREE).log
     for number in range(FIRST + 6):
         mask = torch.rand(4, dtype=torch.float64)
         masks[:] = [mask, mask] if number < FIRST + 2 else [mask, mask.clone() * 2]
         log.clear()
-        twins.take(torch.rand(8, 8, dtype=torch.float64))
+        pair.step()
         if number == FIRST + 1:
             assert copies_in(log) == 5, "two batches, two weights, and one mask"
     assert copies_in(log) == 6 and not gpu.races

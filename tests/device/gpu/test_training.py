@@ -23,22 +23,11 @@ from apollo_compile.session.model import CompiledModel
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
 from tests.device.gpu.fake_gpu import FakeGpu
+from tests.device.gpu.test_steps import PROGRAM
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs, two_tower_loss
 
-OPTIONS = {
-    "debug.strict": True,
-    "plan.autotune": False,
-    "plan.min_gain": 0.0,
-    "plan.planner": "greedy",
-    "plan.replan": False,
-    "plan.time_limit_s": 0.2,
-    "partition.granularity": "module",
-    "runtime.isolation": True,
-}
-
-
-COMPILED = {"runtime.bodies": "python"}
-"""What a GPU runs. What becomes of bodies is the same if they are not compiled, which takes most of the time."""
+OPTIONS = {**PROGRAM, "plan.replan": False, "runtime.isolation": True}
+"""Bodies are not compiled, which takes most of the time: what becomes of them is the same."""
 
 
 class Compiler:
@@ -47,7 +36,7 @@ class Compiler:
     def __init__(self, **options: Any) -> None:
         self.gpu = FakeGpu()
         self.models: list[CompiledModel] = []
-        self._config = load_config({**OPTIONS, "runtime.bodies": "eager", **options})
+        self._config = load_config({**OPTIONS, **options})
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         model = CompiledModel(
@@ -185,7 +174,7 @@ def test_the_serial_variant_replays_forward_and_backward(compiler: Compiler, is_
 @pytest.mark.soak
 def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
-    compiler = new_compiler(**COMPILED, **{"plan.autotune": True})
+    compiler = new_compiler(**{"runtime.bodies": "python", "plan.autotune": True})
     towers = Towers(compiler)
     towers.steps(1)
     graphs = compiler.models[0].graphs

@@ -145,17 +145,10 @@ def test_lanes_that_wait_in_a_circle_are_refused() -> None:
     made = graph((), ())
     program = program_of(made, plan(made, "AB"))
     first, second = ([each for each in lane if isinstance(each, Launch)] for lane in program.instructions[1:3])
-    circle = replace(
-        program,
-        num_events=2,
-        instructions=(
-            (),
-            (Wait(event=EventId(1)), *first, Record(event=EventId(0))),
-            (Wait(event=EventId(0)), *second, Record(event=EventId(1))),
-        ),
-    )
+    a, b = EventId(0), EventId(1)
+    lanes = ((), (Wait(event=b), *first, Record(event=a)), (Wait(event=a), *second, Record(event=b)))
     with pytest.raises(ValueError, match="program test cannot be launched: its lanes wait for each other in a circle"):
-        host_order(circle)
+        host_order(replace(program, num_events=2, instructions=lanes))
 
 
 def test_a_lane_of_half_an_atom_is_refused() -> None:
