@@ -139,10 +139,6 @@ def _attend(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tenso
     return nn.functional.scaled_dot_product_attention(query, key, key, is_causal=number == 0)[:, 0]
 
 
-def _normalize(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    return nn.functional.layer_norm(_real(left), [_last(left)]) if _last(left) > 1 else None
-
-
 def _batch_normalize(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
     fits = left.dim() >= 2 and left.numel() > left.shape[1]
     return nn.functional.batch_norm(_real(left), None, None, training=True) if fits else None
@@ -158,18 +154,6 @@ def _join(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor 
 
 def _stack(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
     return torch.stack([_real(left), _real(right)], number % (left.dim() + 1)) if left.shape == right.shape else None
-
-
-def _part(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    return left.chunk(2, number % left.dim())[-1] if left.dim() else None
-
-
-def _flat(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    return None if left.numel() % WIDTH else left.reshape(-1, WIDTH)
-
-
-def _stretch(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    return left.expand(2, *left.shape) if left.dim() < 4 else None
 
 
 def _rows(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
@@ -208,10 +192,6 @@ def _convolve(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Ten
     return torch.tanh(nn.functional.conv1d(_real(left), _real(right), padding=number % 2))
 
 
-def _largest(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
-    return _real(left).argmax(-1) if left.dim() else None
-
-
 def _cross_entropy(left: torch.Tensor, right: torch.Tensor, number: int) -> torch.Tensor | None:
     return nn.functional.cross_entropy(_real(left), torch.arange(len(left)) % _last(left)) if left.dim() == 2 else None
 
@@ -226,7 +206,9 @@ def _may_view(operator: Operator) -> Operator:
 
 
 _OPERATORS: tuple[Operator, ...] = (
-    *(_product, _product, _product, _batched_product, _may_view(_attend), _normalize, _batch_normalize),
+    *(_product, _product, _product, _batched_product, _may_view(_attend)),
+    lambda left, right, number: nn.functional.layer_norm(_real(left), [_last(left)]) if _last(left) > 1 else None,
+    _batch_normalize,
     *map(_binary, (torch.add, torch.mul, torch.sub, torch.maximum)),
     _binary(lambda a, b: torch.where(a > b, a, 0.5 * b)),
     *map(_unary, (torch.relu, nn.functional.gelu, torch.tanh, torch.sigmoid, torch.clone)),
@@ -242,8 +224,13 @@ _OPERATORS: tuple[Operator, ...] = (
     _may_view(_along(lambda value, dim: value.unsqueeze(dim))),
     _may_view(_along(lambda value, dim: value.select(dim, 0))),
     _may_view(_along(lambda value, dim: value.narrow(dim, 0, (value.shape[dim] + 1) // 2))),
-    *(_join, _stack, _may_view(_part), _may_view(_flat), _may_view(_stretch), _rows, _scatter),
-    *(_write, _write, _write_masked, _convolve, _largest, _cross_entropy),
+    *(_join, _stack),
+    _may_view(lambda left, right, number: left.chunk(2, number % left.dim())[-1] if left.dim() else None),
+    _may_view(lambda left, right, number: None if left.numel() % WIDTH else left.reshape(-1, WIDTH)),
+    _may_view(lambda left, right, number: left.expand(2, *left.shape) if left.dim() < 4 else None),
+    *(_rows, _scatter, _write, _write, _write_masked, _convolve),
+    lambda left, right, number: _real(left).argmax(-1) if left.dim() else None,
+    _cross_entropy,
 )
 
 _VIEWS = tuple(number for number, operator in enumerate(_OPERATORS) if operator in _viewing)

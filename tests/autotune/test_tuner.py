@@ -13,7 +13,7 @@ from tests.autotune.machine import ENOUGH, INDUCTOR, LOOP, MS, PLAN, SERIAL, TRA
 
 
 def test_a_late_candidate_is_compiled_when_that_is_a_small_share_of_the_training_time() -> None:
-    """One step waits for it; then it is compared with the winner alone, and the verdict has all."""
+    """One step waits for it; then it is compared with the winner alone, and the verdict has all. Of none, never."""
     subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8})
     subject.offer(subject.late(INDUCTOR, cost_s=1.0), SERIAL, PLAN)
     subject.run(200)
@@ -28,14 +28,10 @@ def test_a_late_candidate_is_compiled_when_that_is_a_small_share_of_the_training
     ratios = {each.name: each.ratio for each in subject.verdicts[-1].standings}
     assert ratios == pytest.approx({INDUCTOR: 1.0, PLAN: 10 / 8, SERIAL: 20 / 8})
     assert subject.verdicts[-1].prepare_ns == S and not subject.tuner.is_more_to_come
-
-
-def test_without_a_share_nothing_late_is_ever_compiled() -> None:
-    """However long the loop runs."""
-    subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8}, share=0.0)
-    subject.offer(subject.late(INDUCTOR, cost_s=0.0), SERIAL, PLAN)
-    subject.run(10 * ENOUGH)
-    assert subject.prepared == [] and subject.winners == [PLAN]
+    without = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8}, share=0.0)
+    without.offer(without.late(INDUCTOR, cost_s=0.0), SERIAL, PLAN)
+    without.run(10 * ENOUGH)
+    assert without.prepared == [] and without.winners == [PLAN]
 
 
 @pytest.mark.parametrize("is_urgent", [True, False])
@@ -63,7 +59,7 @@ def test_a_candidate_that_compiles_in_its_own_steps_is_not_timed_until_it_is_rea
 
 
 def test_what_fails_is_dropped_and_the_others_are_compared() -> None:
-    """In a comparison and after it; where the winner fails, all others."""
+    """In a comparison and after it; where the winner fails, all others, also beside a late one that lost to it."""
     subject = Subject({LOOP: 20, SERIAL: 15, PLAN: 10}).offer(LOOP, SERIAL, PLAN, incumbent=LOOP)
     subject.run(5)
     subject.tuner.drop(SERIAL)
@@ -72,10 +68,6 @@ def test_what_fails_is_dropped_and_the_others_are_compared() -> None:
     subject.tuner.drop(PLAN)
     subject.run(ENOUGH)
     assert subject.used[-1] == LOOP and subject.winners == [PLAN, LOOP]
-
-
-def test_a_winner_that_fails_beside_a_late_candidate_leaves_all_others() -> None:
-    """Also those that had lost to it."""
     subject = Subject({LOOP: 10, PLAN: 9, INDUCTOR: 20})
     subject.offer(LOOP, subject.late(INDUCTOR, cost_s=0.0), PLAN, incumbent=LOOP)
     while INDUCTOR not in subject.used:

@@ -22,14 +22,9 @@ from apollo_compile.session import registry
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import assert_trains_as_in_eager, train
 from tests.end_to_end.step_cases.models import Wrapped
+from tests.session.trained import AUTOTUNED
 
-LANES = {
-    "debug.strict": True,
-    "device.profile": "cpu",
-    "plan.min_gain": 0.0,
-    "plan.remember": False,
-    "plan.time_limit_s": 0.5,
-}
+LANES = {**AUTOTUNED, "plan.replan": True}
 EAGER_BODIES = {**LANES, "runtime.bodies": "eager"}
 LENGTHS = ((17, 5), (40, 33), (9, 12), (64, 5), (17, 6), (41, 33), (2, 2), (200, 3))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -94,25 +94,18 @@ def _assert_same(expected: Trained, actual: Trained) -> None:
             torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=atol, msg=lambda t, n=name: f"{n}: {t}")
 
 
-def _check_training(train: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-    """Expect the same of a training in eager and of one with compiled steps, whose plans ran if they were forced."""
+@_parametrize((*POLICIES, *LEARNERS))
+def test_a_policy_or_learner_trains_as_in_eager(name: str, options: Mapping[str, Any]) -> None:
+    """Losses of all phases, parameters, targets and the state of every optimizer, on batches that are not alike.
+
+    Plans ran if they were forced.
+    """
+    train = _train_policy if name in POLICIES else _train_learner
     expected, _ = train(name, make_loop)
     actual, steps = train(name, partial(compile_step, options=options))
     _assert_same(expected, actual)
     for step in steps if "plan.autotune" in options else ():
         assert ran_as_program(step), step.verdicts
-
-
-@_parametrize(POLICIES)
-def test_a_policy_trains_as_in_eager(name: str, options: Mapping[str, Any]) -> None:
-    """Losses, parameters and the state of the optimizer, after steps on batches that are not alike."""
-    _check_training(_train_policy, name, options)
-
-
-@_parametrize(LEARNERS)
-def test_a_learner_trains_as_in_eager(name: str, options: Mapping[str, Any]) -> None:
-    """Losses of all phases, networks and their targets, and the state of every optimizer."""
-    _check_training(_train_learner, name, options)
 
 
 @pytest.mark.parametrize("name", LEARNERS)

@@ -46,34 +46,27 @@ def test_an_input_that_is_returned_is_the_same_object(lanes: _native.Lanes) -> N
     assert first is second is tensor and nothing is None
 
 
-def test_a_taken_buffer_dies_inside_the_body_that_took_it(lanes: _native.Lanes) -> None:
-    """The body has the only reference, so that dropping it frees the memory; a lent buffer lives on."""
+def test_a_buffer_dies_inside_the_body_that_took_it_or_where_it_is_released(lanes: _native.Lanes) -> None:
+    """The body has the only reference, so that dropping it frees the memory; a lent buffer lives on until then."""
+    seen: list[weakref.ref[Any]] = []
 
     def is_dead_when_dropped(tensors: Tensors) -> Tensors:
         alive = weakref.ref(tensors[0])
         tensors.clear()
         return [torch.tensor(alive() is None)]
 
-    program = ["0: 0 -> 1; 1: 1 -> 2; 2: 1! -> 3", "", ""]
-    run = Runner(lanes, program, [add_one, is_dead_when_dropped, is_dead_when_dropped], outputs=[2, 3])
-    assert [bool(output) for output in run(torch.ones(3)) if output is not None] == [False, True]
-
-
-def test_a_released_buffer_is_dead_in_the_next_segment(lanes: _native.Lanes) -> None:
-    """Releasing drops the last reference, on the lane that does it."""
-    seen: list[weakref.ref[Any]] = []
-
     def make(tensors: Tensors) -> Tensors:
         tensors[0] = tensors[0] + 1
         seen.append(weakref.ref(tensors[0]))
         return tensors
 
-    def is_alive(tensors: Tensors) -> Tensors:
-        return [torch.tensor(seen[0]() is not None)]
+    def is_dead(tensors: Tensors) -> Tensors:
+        return [torch.tensor(seen[0]() is None)]
 
-    program = ["0: 0 -> 1; 1: 0 -> 2; release 1; 2: 0 -> 3", "", ""]
-    run = Runner(lanes, program, [make, is_alive, is_alive], outputs=[2, 3])
-    assert [bool(output) for output in run(torch.ones(3)) if output is not None] == [True, False]
+    taken, released = "0: 0 -> 1; 1: 1 -> 2; 2: 1! -> 3", "3: 0 -> 4; 4: 0 -> 5; release 4; 5: 0 -> 6"
+    bodies = [add_one, is_dead_when_dropped, is_dead_when_dropped, make, is_dead, is_dead]
+    run = Runner(lanes, [f"{taken}; {released}", "", ""], bodies, outputs=[2, 3, 5, 6])
+    assert [bool(output) for output in run(torch.ones(3)) if output is not None] == [False, True, False, True]
 
 
 def test_nothing_that_crossed_a_run_is_kept(lanes: _native.Lanes) -> None:

@@ -194,24 +194,18 @@ WORKER = """
 import sys
 from pathlib import Path
 from apollo_compile.store.files import Store
-from tests.store.test_files import COUNTS, LARGE, Numbers, next_count
+from tests.store.test_files import COUNTS, LARGE, Note, next_count
 
 directory = Path(sys.argv[1])
 counts, numbers = Store(directory, COUNTS), Store(directory, LARGE, names="{key}.numbers")
 for round in range(50):
     counts.update("a", next_count)
-    numbers.write("a", Numbers(numbers=5000 * (round,)))
+    numbers.write("a", Note(made_at=0.0, numbers=5000 * (round,)))
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Numbers:
-    """A content that takes more than one page."""
-
-    numbers: tuple[int, ...]
-
-
-LARGE = FileFormat(kind="numbers", number=1, content=Numbers, max_bytes=10**6)
+LARGE = FileFormat(kind="note", number=1, content=Note, max_bytes=10**6)
+"""Of contents that take more than one page."""
 
 
 def test_processes_write_at_once(tmp_path: Path) -> None:

@@ -108,16 +108,12 @@ def test_what_costs_cannot_be_told_of_is_refused(
         module_costs(Doubler(how), torch.ones(inputs), sizes=sizes, samples=min(inputs[0], 1), options=OPTIONS)
 
 
-def test_an_unknown_submodule_is_refused() -> None:
-    """The message names the ones that there are."""
+def test_an_unknown_submodule_is_refused_and_one_that_is_named_twice_counts_once() -> None:
+    """The message names the ones that there are; the time of a module would else be in two columns."""
+    settings: dict[str, Any] = {"sizes": {"a": (0, 1)}, "options": OPTIONS}
     with pytest.raises(LookupError, match="no submodule 'outer'; it has inner"):
-        module_costs(Doubler(""), torch.ones(4, 6, 8), sizes={"a": (0, 1)}, modules=["outer"], options=OPTIONS)
-
-
-def test_a_module_that_is_named_twice_counts_once() -> None:
-    """The time of a module that is named twice would be in two columns."""
-    sizes = {"a": (0, 1)}
-    costs = module_costs(Doubler(""), torch.ones(4, 6, 8), sizes=sizes, modules=["inner", "inner"], options=OPTIONS)
+        module_costs(Doubler(""), torch.ones(4, 6, 8), modules=["outer"], **settings)
+    costs = module_costs(Doubler(""), torch.ones(4, 6, 8), modules=["inner", "inner"], **settings)
     assert costs.names == ("inner", "")
 
 

@@ -31,7 +31,7 @@ def case(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_simulated_and_drawn(case: Path, tmp_path: Path, apollo: Apollo) -> None:
-    """Steps as a table; the page and the trace where they are asked for."""
+    """Steps as a table; the page and the trace where they are asked for; facts as JSON, to the nanosecond."""
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     ran = apollo("pipeline", "simulate", case, "--html", page, "--trace", trace)
     assert ran.code == 0 and "four: 1f1b, 4 ranks, 4 stages, 8 micro-batches" in ran.out
@@ -40,10 +40,6 @@ def test_a_file_is_simulated_and_drawn(case: Path, tmp_path: Path, apollo: Apoll
     assert rows["fine"][1:5] == ["2.76", "s", "+120.00", "ms"]
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads(trace.read_text())["traceEvents"]
-
-
-def test_facts_are_json(case: Path, apollo: Apollo) -> None:
-    """To the nanosecond."""
     ran = apollo("pipeline", "simulate", case, "--json")
     facts = json.loads(ran.out)
     assert ran.code == 0

@@ -171,8 +171,11 @@ def test_a_fused_kernel_that_is_wrong_is_not_chosen_and_a_warning_says_so(
     assert len([each for each in caplog.messages if "fused kernel of SGD for torch.float32 on cpu" in each]) == 1
 
 
-def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None:
-    """Unknown classes, hooks, and a step that was replaced; a scheduler's counter is no such step."""
+def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown classes, hooks, and a step that was replaced; a scheduler's counter is no such step.
+
+    That of a class may be replaced by one that says what it wraps, or does not.
+    """
     parameters = [torch.nn.Parameter(torch.randn(2)) for _ in range(3)]
 
     class Own(torch.optim.SGD):
@@ -190,6 +193,15 @@ def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None
     step = optimizer.step
     optimizer.step = lambda *args: step(*args)  # type: ignore[method-assign]
     assert "replaced" in str(parts.reason_against())
+    parts, of_class = OptimizerInParts(torch.optim.AdamW(parameters)), torch.optim.AdamW.step
+
+    def plain(self: torch.optim.AdamW) -> None:
+        of_class(self)
+
+    assert parts.reason_against() is None
+    for replacement in (plain, functools.wraps(of_class)(plain)):
+        monkeypatch.setattr(torch.optim.AdamW, "step", replacement)
+        assert parts.reason_against() == "the optimizer's step was replaced"
 
 
 def test_schedulers_see_steps_in_parts() -> None:
@@ -220,19 +232,3 @@ def test_a_step_in_parts_obeys_a_gradient_scaler_and_is_named_in_a_profile() -> 
         parts.step([parameter], [gradient])
     assert not torch.equal(parameter, before)
     assert "Optimizer.step#Adam.step" in {event.key for event in profile.key_averages()}
-
-
-@pytest.mark.parametrize("is_plain", [False, True], ids=["wraps", "plain"])
-def test_an_optimizer_is_taken_whole_where_the_step_of_its_class_was_replaced(
-    is_plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the replacement says what it wraps or not."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))], fused=True)
-    parts, own = OptimizerInParts(optimizer), torch.optim.AdamW.step
-    assert parts.reason_against() is None
-
-    def step(self: torch.optim.AdamW) -> None:
-        own(self)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step if is_plain else functools.wraps(own)(step))
-    assert parts.reason_against() == "the optimizer's step was replaced"

@@ -10,7 +10,10 @@ from apollo_compile.torch_bridge.stopwatch import Stopwatch
 
 
 def test_pieces_are_read_once_and_in_order_with_time_between_them_left_out() -> None:
-    """Their sum is within that of a clock around all of them, which the time between makes longer."""
+    """Their sum is within that of a clock around all of them, which the time between makes longer.
+
+    A piece that did not end is forgotten, as are those before it.
+    """
     watch = Stopwatch(torch.device("cpu"))
     begin = time.perf_counter_ns()
     for key in ("first", "second", "first"):
@@ -22,11 +25,6 @@ def test_pieces_are_read_once_and_in_order_with_time_between_them_left_out() -> 
     assert [key for key, _ in found] == ["first", "second", "first"]
     assert all(duration > 0 for _, duration in found) and sum(duration for _, duration in found) < whole
     assert watch.read() == []
-
-
-def test_a_piece_that_did_not_end_is_forgotten() -> None:
-    """As are those before it."""
-    watch = Stopwatch(torch.device("cpu"))
     watch.begin()
     watch.end("before")
     watch.begin()

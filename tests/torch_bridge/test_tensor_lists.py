@@ -108,17 +108,13 @@ def test_sizes_may_be_numbers() -> None:
     torch.testing.assert_close(list(fx.Interpreter(apart).run(*a, enable_io_processing=False)), list(operator(a)))
 
 
-def test_numbers_of_all_tensors_in_a_tensor_stay() -> None:
-    """There is one of them for each tensor of the list."""
+def test_a_graph_without_lists_is_returned_and_so_is_one_with_the_numbers_of_all_tensors_in_a_tensor() -> None:
+    """There is one of them for each tensor of the list; nothing is copied."""
+    graph_module = traced(lambda a, b, c, n: [a[0] + b[0]])
+    assert with_tensors_apart(graph_module) is graph_module
     graph = fx.Graph()
     one, other, third, numbers = (graph.placeholder(name) for name in ("a", "b", "c", "numbers"))
     made = graph.call_function(aten._foreach_addcmul.Tensor, ([one], [other], [third], numbers))
     graph.output(graph.call_function(operator.getitem, (made, 0)))
     graph_module = fx.GraphModule({}, graph)
-    assert with_tensors_apart(graph_module) is graph_module
-
-
-def test_a_graph_without_lists_is_returned() -> None:
-    """Nothing is copied."""
-    graph_module = traced(lambda a, b, c, n: [a[0] + b[0]])
     assert with_tensors_apart(graph_module) is graph_module

@@ -248,10 +248,6 @@ def _flagged(model: nn.Module, batch: Any) -> torch.Tensor:
     return error + model(-batch["x"]).square().mean() if batch["is_symmetric"] else error
 
 
-def _by_task(model: Any, batch: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(model[batch["task"]](model["body"](batch["x"]).tanh()), batch["y"])
-
-
 for kind, number_of in (("number", lambda n: n), ("fraction", lambda n: 1 / (1 + n))):
     add(
         f"a {kind} that grows from step to step",
@@ -264,6 +260,6 @@ add(
     "a task by name",
     model=lambda: nn.ModuleDict({"body": nn.Linear(WIDTH, 8), "a": nn.Linear(8, 4), "b": nn.Linear(8, 4)}),
     batch=lambda n: {**rows(n), "task": "ab"[n % 6 // 3]},
-    loss=_by_task,
+    loss=lambda m, b: nn.functional.mse_loss(m[b["task"]](m["body"](b["x"]).tanh()), b["y"]),
     **EITHER,
 )

@@ -159,10 +159,6 @@ def _fails_in_python(model: nn.Module, batch: Any) -> torch.Tensor:
     return mse(model, batch)
 
 
-def _break_settings(training: Training, number: int) -> None:
-    training.optimizer.param_groups[0]["lr"] = "0.1" if number in FAILS else 0.1
-
-
 failing = partial(add, by=adamw, fails=True)
 of_towers = partial(failing, model=Towers, batch=_failing)
 of_towers("an error in the forward", "An index is out of range, and weights stay.", loss=_fails_with_an_index)
@@ -172,7 +168,8 @@ of_towers("an error late in the backward", "Nothing was updated.", loss=_fails_l
 small = {"batch": lambda n: rows(n, 3 if n in (0, 5, 9) else 12), "count": 1}
 failing("an error of the users", loss=_fails_in_python, **small, **EITHER)
 failing("an error in the second micro batch", loss=_fails_with_an_index, batch=partial(_failing, first=6))
-add("an error of the optimizer", by=sgd, before=_break_settings, fails=True, clip=1.0)
+broken = {"before": lambda t, number: t.optimizer.param_groups[0].update(lr="0.1" if number in FAILS else 0.1)}
+add("an error of the optimizer", by=sgd, fails=True, clip=1.0, **broken)
 failing("a key is missing at times", batch=lambda n: {"x": rows(n)["x"]} if n in (4, 9) else rows(n))
 
 # ------------------------------------------------------------------------------------------------- the state of torch

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from apollo_compile.torch_bridge.upstream_bugs.late_reads import keep_reads
+from tests.end_to_end.test_values import USES
 from tests.torch_bridge.upstream_bugs.defects import assert_as_listed
 
 aten = torch.ops.aten
@@ -58,19 +59,7 @@ def test_only_what_is_made_of_the_written_input_is_saved(
     assert _saved(_kept(use)) == [saved]
 
 
-def _copy_and_clear(x: Tensor, kept: Tensor) -> Tensor:
-    result = x * kept.clone()
-    kept.zero_()
-    return result
-
-
-def _use_and_halve(x: Tensor, kept: Tensor) -> Tensor:
-    result = x * kept.sin()
-    kept.mul_(0.5)
-    return result
-
-
-@pytest.mark.parametrize("function", [_copy_and_clear, _use_and_halve])
+@pytest.mark.parametrize("function", USES[:2])
 def test_torch_reads_an_input_after_the_write(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Where its pass drops a copy, and where its partitioner computes again what was made of the input."""
     x, kept = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
