@@ -50,8 +50,7 @@ def problem_of(error: Exception) -> str | None:
     cause = getattr(error, "inner_exception", None) or error
     if not is_compile_error(error) or isinstance(cause, ApolloError):
         return None
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    of_dynamo = lines[0] if lines else "Dynamo gives no reason"
+    of_dynamo = next((line.strip() for line in str(error).splitlines() if line.strip()), "Dynamo gives no reason")
     return (of_dynamo if cause is error else describe_compile_error(error)) + _place_of(error, cause)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from apollo_compile.torch_bridge.compile_context import compile_apart, swappable_tensors
 from apollo_compile.torch_bridge.compile_scope import compile_lock, own_code_generator
@@ -25,7 +26,7 @@ Made = tuple[Sequence[Any], Sequence[torch.Tensor]]
 
 def is_compile_error(error: Exception) -> bool:
     """Return whether Dynamo or Inductor failed, not the code that they compiled."""
-    return isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
+    return isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode))
 
 
 def describe_compile_error(error: Exception) -> str:

@@ -65,6 +65,12 @@ def loops_as_often_as_a_number_says(model: nn.Module, batch: twins.Batch) -> tor
     return x.square().mean()
 
 
+def lists_what_is_long(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
+    """Return a loss that depends on a list whose length only its numbers say."""
+    lengths = batch["lengths"]
+    return plain_loss(model, batch) * sum(lengths[lengths > 1].tolist())  # here
+
+
 class Compared(torch.autograd.Function):
     """Passes its input on, with a gradient that Inductor cannot compute for a size that is read from a tensor."""
 
@@ -106,7 +112,8 @@ def line_of(function: Callable[..., Any]) -> str:
 
 FORMS = [
     *((each, twins.layer, line_of(each)) for each in (asks_for_a_number, cuts_by_a_number, divides_by_a_number)),
-    *((each, twins.layer, line_of(each)) for each in (trims_to_the_longest, loops_as_often_as_a_number_says)),
+    *((each, twins.layer, line_of(each)) for each in (trims_to_the_longest, lists_what_is_long)),
+    (loops_as_often_as_a_number_says, twins.layer, line_of(loops_as_often_as_a_number_says)),
     pytest.param(
         *(fails_backward, twins.layer, line_of(Compared)),
         marks=pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does
