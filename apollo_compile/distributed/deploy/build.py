@@ -207,7 +207,8 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
             stack.callback(vars(module).update, {own: value for own, value in vars(module).items() if own == "forward"})
             stack.callback(vars(module).pop, "forward")
             module.forward = functools.partial(_record, trace, name, module, module.forward)
-        trace.run()
+        if not isinstance(loss := trace.run(), torch.Tensor) or loss.numel() != 1:
+            raise DeploymentError(f"loss_fn returned {getattr(loss, 'shape', loss)!r:.60}: expected one number")
     return trace
 
 
@@ -218,8 +219,7 @@ def _record(trace: CallTrace, name: str, module: nn.Module, forward: Any, *args:
     known = reads | trace.read
     after = known.union(*(record.after for record in trace.records if record.call.name in known))
     args, kwargs = arrived((args, kwargs), waits=False)
-    kept: dict[int, int] = {}
-    """Bytes by storage."""
+    kept: dict[int, int] = {}  # bytes by storage
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
