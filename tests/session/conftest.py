@@ -10,6 +10,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.utils import counters
 
+from apollo_compile.session.step import segments
 from tests.end_to_end.conftest import _as_the_results_say, deterministic
 from tests.session.trained import interpret_plainly
 
@@ -28,3 +29,9 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
     with functorch_config.patch(enable_autograd_cache=True), torch.compiler.config.patch(cache_key_tag=str(tmp_path)):
         counters.clear()
         yield
+
+
+@pytest.fixture(autouse=True)
+def _update_modules_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps update each of the small modules of tests by itself, as they do with large ones."""
+    monkeypatch.setattr(segments, "FEWEST_BYTES", 0)

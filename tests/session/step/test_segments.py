@@ -31,17 +31,15 @@ def run(segment: segments.OneSegment, *taken: torch.Tensor) -> list[torch.Tensor
     graph = segment.graph
     assert [graph.buffers[buffer].num_bytes for buffer in graph.inputs] == [each.nbytes for each in taken]
     made = list(segment.body.function(list(taken)))
-    assert [graph.buffers[buffer].num_bytes for buffer in graph.outputs if buffer is not None] == [
-        each.nbytes for each in made
-    ]
+    expected = [graph.buffers[buffer].num_bytes for buffer in graph.outputs if buffer is not None]
+    assert expected == [each.nbytes for each in made]
     return made
 
 
 def test_small_gradients_of_several_segments_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the parameters, until a group has enough; its module is the one that has all of them."""
     monkeypatch.setattr(segments, "FEWEST_BYTES", 100)
-    modules = ["net.first", "net.second", "net.third.a", "net.third.b", "last"]
-    made = graph(*5 * [()], names=modules, sizes=6 * [40])
+    made = graph(*5 * [()], names=["net.first", "net.second", "net.third.a", "net.third.b", "last"], sizes=6 * [40])
     named = [replace(each, name=f"{each.name}:backward") for each in made.segments]
     groups = segments.group_gradients(replace(made, segments=tuple(named)), range(5))
     assert [(each.name, each.module, dict(each.sizes)) for each in groups] == [
