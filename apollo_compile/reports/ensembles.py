@@ -3,8 +3,8 @@
     find_ensembles(compilation) -> [EnsembleSummary]
 
 Members of an ensemble are modules that share a body and are independent of each other. Side by side on lanes they take
-at least their work divided by the units, each on the number of units that suits it best. Batched, their kernels become
-as many as one has, each with the work of all: `torch.vmap` over `torch.func.stack_module_state` makes such a call.
+at least their work divided by the units, each on the number of units that suits it best. Batched, they launch as many
+kernels as one member, each with the work of all: `torch.vmap` over `torch.func.stack_module_state` makes such a call.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def find_ensembles(compilation: Compilation) -> tuple[EnsembleSummary, ...]:
 def _independent(graph: SegmentGraph) -> Iterator[list[Segment]]:
     """Yield segments of several modules that share a body, none of which depends on another."""
     before: list[int] = []  # as bits, all that a segment depends on
-    members: dict[BodyId, list[Segment]] = defaultdict(list)
+    members: dict[BodyId, dict[str, Segment]] = defaultdict(dict)
     for segment in graph.segments:
         earlier = graph.predecessors(segment.id)
         before.append(sum(1 << other for other in earlier))
         for other in earlier:
             before[-1] |= before[other]
-        if segment.name.partition("@")[2] in ("", "0"):  # of a step, the first micro-batch: all run the same modules
-            members[segment.body].append(segment)
-    for alike in members.values():
+        members[segment.body].setdefault(segment.module, segment)  # other calls and micro-batches have the same weights
+    for by_module in members.values():
+        alike = list(by_module.values())
         bits = sum(1 << each.id for each in alike)
-        if len({each.module for each in alike}) >= FEWEST_MEMBERS and not any(before[each.id] & bits for each in alike):
+        if len(alike) >= FEWEST_MEMBERS and not any(before[each.id] & bits for each in alike):
             yield alike
 
 

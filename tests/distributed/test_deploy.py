@@ -171,8 +171,8 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
     [
         ({"mesh": 0}, "a simulation needs a device or more, got 0"),
         ({"loss_fn": None}, "loss_fn is None: expected a function from the model's output to the loss"),
-        ({"loss_fn": nn.Identity()}, r"loss_fn returned torch.Size\(\[4, 4\]\): expected one number"),
-        ({"loss_fn": torch.Tensor.retain_grad}, "loss_fn returned None: expected one number"),
+        ({"loss_fn": nn.Identity()}, r"the loss is torch.Size\(\[4, 4\]\): expected a tensor of one element"),
+        ({"loss_fn": torch.Tensor.retain_grad}, "the loss is None: expected a tensor of one element"),
         ({"batch": torch.randn(0, 4)}, "the batch has no tensor with samples"),
     ],
     ids=["no devices", "no function", "no loss", "nothing", "no samples"],

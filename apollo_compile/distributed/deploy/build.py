@@ -208,7 +208,7 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
             stack.callback(vars(module).pop, "forward")
             module.forward = functools.partial(_record, trace, name, module, module.forward)
         if not isinstance(loss := trace.run(), torch.Tensor) or loss.numel() != 1:
-            raise DeploymentError(f"loss_fn returned {getattr(loss, 'shape', loss)!r:.60}: expected one number")
+            raise DeploymentError(f"the loss is {getattr(loss, 'shape', loss)!r:.60}: expected a tensor of one element")
     return trace
 
 

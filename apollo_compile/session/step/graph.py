@@ -171,7 +171,7 @@ class _Wiring:
         self._count = num_micro_batches
         self._shared = shared_inputs.shared
         forward, backward = micro.forward.graph, micro.backward.graph
-        self._groups = segments.group_gradients(backward, list(micro.parameters))
+        self._groups = segments.group_gradients(backward, micro.parameters)
         ordered = [_ordered(code.compilation) for code in (micro.forward, micro.backward)]
         self.graphs = [forward, backward]
         self.own_bodies: Sequence[CompiledBody] = (*micro.forward.bodies, *micro.backward.bodies)

@@ -1,14 +1,14 @@
 """Segments of a training step that no compiled graph has: sums of gradients, their norm, and the optimizer.
 
-Gradients are treated group by group: those that one segment of the backward makes are final at the same time, so their
-sum and their part of the optimizer's step may run while the backward goes on elsewhere. Only clipping joins all.
+Gradients are treated group by group: those that one segment of the backward makes, or some that make little, are final
+before others, so their sum and update may run while the backward goes on elsewhere. Only clipping joins all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonpath
+from itertools import takewhile
 
 import torch
 
@@ -30,7 +30,7 @@ from apollo_compile.torch_bridge.optimizers import OptimizerInParts
 _NORM_BYTES = 4
 
 FEWEST_BYTES = 2 * 2**20
-"""Of the gradients of a group that is not the last."""
+"""Least bytes of gradients that are a group of their own beside others."""
 
 _Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -55,24 +55,26 @@ class OneSegment:
     body: CompiledBody
 
 
-def group_gradients(backward: SegmentGraph, places: Sequence[int]) -> Sequence[GradientGroup]:
-    """Return the groups of the parameters that the backward makes gradients for, at these places of its outputs.
+def group_gradients(backward: SegmentGraph, parameters: Mapping[int, torch.Tensor]) -> Sequence[GradientGroup]:
+    """Return the groups of the parameters that the backward makes gradients for, by their places among its outputs.
 
-    Small gradients of several segments are one group: a call of an optimizer costs a lane 0.1 ms besides its kernels.
+    Small ones in a row are joined if their dtypes are alike: a call of an optimizer costs a lane 0.1 ms on a CPU.
     """
     made: dict[SegmentId | None, dict[int, int]] = {}
-    for place in places:
+    for place in parameters:
         output = backward.outputs[place]
         assert output is not None
         made.setdefault(backward.buffers[output].producer, {})[place] = backward.buffers[output].num_bytes
-    groups: list[GradientGroup] = []
+    groups, dtypes = list[GradientGroup](), set[torch.dtype]()
     for producer, sizes in made.items():
         maker = None if producer is None else backward.segments[producer]
         name, module = (maker.name, maker.module) if maker else ("~inputs", "")
-        if groups and sum(groups[-1].sizes.values()) < FEWEST_BYTES:
+        before, dtypes = dtypes, {parameters[place].dtype for place in sizes}
+        if dtypes == before and all(sum(each.values()) < FEWEST_BYTES for each in (sizes, groups[-1].sizes)):
             own = groups.pop()
             name, sizes = f"{own.name.partition(' to ')[0]} to {name}", {**own.sizes, **sizes}
-            module = commonpath([each.replace(".", "/") for each in (own.module, module)]).replace("/", ".")
+            levels = zip(own.module.split("."), module.split("."), strict=False)
+            module = ".".join(level for level, _ in takewhile(lambda pair: pair[0] == pair[1], levels))
         groups.append(GradientGroup(name=name, module=module, sizes=sizes))
     return groups
 
@@ -133,10 +135,9 @@ def limit_gradients(
         total = total_norm(torch.cat(norms)[index])
         return [torch.clamp(limit / (total + 1e-6), max=1.0)]
 
-    everything = GradientGroup(name="gradients", module="", sizes={})
     takes = tuple(_NORM_BYTES * len(group.sizes) for group in groups)
     return _one_segment(
-        everything,
+        GradientGroup(name="gradients", module="", sizes={}),
         "clip",
         takes=takes,
         makes=(_NORM_BYTES,),
@@ -155,7 +156,7 @@ def update_parameters(
 ) -> OneSegment:
     """Step the optimizer for one group: takes parameters, to which it writes, and gradients.
 
-    Where they are clipped, it takes the factor, too, and makes clipped ones. Without an optimizer, no parameters.
+    It takes the factor and makes clipped gradients where they are clipped, and no parameters without an optimizer.
     """
     count, sizes = len(group.sizes), tuple(group.sizes.values())
     owners = [parameters[place] for place in group.sizes]  # those that the optimizer knows, not aliases of them
@@ -165,8 +166,7 @@ def update_parameters(
         if is_clipped:
             gradients = _scale(gradients, taken[-1])
         # A capture is rehearsed with copies of tensors that it writes to, and the optimizer's state has no copy.
-        is_rehearsed = optimizer is not None and not optimizer.is_at(owners[0], taken[0])
-        if optimizer is not None and not is_rehearsed:
+        if optimizer is not None and all(map(optimizer.is_at, owners, taken)):  # an empty copy is where its original is
             optimizer.step(owners, gradients)
         return gradients if is_clipped else []
 

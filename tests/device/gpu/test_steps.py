@@ -15,6 +15,7 @@ from torch import nn
 from apollo_compile.device.gpu.run.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import Variant
+from apollo_compile.session.step import segments
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.tools.report import report, status
@@ -370,6 +371,19 @@ def test_an_optimizer_that_counts_on_the_host_steps_afterwards(
     pair.steps(FIRST + 2)
     assert "steps after the program: AdamW counts steps on the host; make it with fused=True" in info_log.text
     assert pair.program.num_replays == 2
+
+
+@pytest.mark.parametrize("least", [0, segments.FEWEST_BYTES], ids=["apart", "joined"])
+def test_an_empty_parameter_hides_no_rehearsal(gpu: FakeGpu, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of it is where it is itself, and the others of its update must not step in a rehearsal."""
+    monkeypatch.setattr(segments, "FEWEST_BYTES", least)
+
+    model = branches()[0]
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0, 8)))
+    monkeypatch.setitem(globals(), "branches", lambda: [model])
+    pair = Pair(gpu, loss=lambda model, batch: model.get_parameter("nothing").sum() + loss_fn(model, batch))
+    pair.steps(FIRST + 2)
+    assert pair.program.num_replays
 
 
 def test_a_report_shows_the_program(gpu: FakeGpu) -> None:

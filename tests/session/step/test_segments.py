@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,14 +36,17 @@ def run(segment: segments.OneSegment, *taken: torch.Tensor) -> list[torch.Tensor
 
 
 def test_small_gradients_of_several_segments_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the parameters, until a group has enough; its module is the one that has all of them."""
+    """In the order of the parameters, until one has enough, or another dtype; its module is the one that has them."""
     monkeypatch.setattr(segments, "FEWEST_BYTES", 100)
-    made = graph(*5 * [()], names=["net.first", "net.second", "net.third.a", "net.third.b", "last"], sizes=6 * [40])
-    named = [replace(each, name=f"{each.name}:backward") for each in made.segments]
-    groups = segments.group_gradients(replace(made, segments=tuple(named)), range(5))
+    names = ["net.first", "net.second", "net.third.a", "net.third.b", "/last", "large", "half", "other"]
+    made = graph(*8 * [()], names=names, sizes=[*6 * [40], 100, 40, 40])
+    dtypes = [*6 * [torch.float32], torch.bfloat16, torch.float32]
+    parameters = {place: torch.empty(0, dtype=dtype) for place, dtype in enumerate(dtypes)}
+    groups = segments.group_gradients(made, parameters)
     assert [(each.name, each.module, dict(each.sizes)) for each in groups] == [
-        ("net.first:backward to net.third.a:backward", "net", {0: 40, 1: 40, 2: 40}),
-        ("net.third.b:backward to last:backward", "", {3: 40, 4: 40}),
+        ("net.first to net.third.a", "net", {0: 40, 1: 40, 2: 40}),
+        ("net.third.b to /last", "", {3: 40, 4: 40}),
+        *((names[place], names[place], {place: 40 if place > 5 else 100}) for place in (5, 6, 7)),
     ]
 
 
