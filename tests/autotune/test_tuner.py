@@ -59,7 +59,7 @@ def test_a_candidate_that_compiles_in_its_own_steps_is_not_timed_until_it_is_rea
 
 
 def test_what_fails_is_dropped_and_the_others_are_compared() -> None:
-    """In a comparison and after it; where the winner fails, all others, also beside a late one that lost to it."""
+    """A comparison goes on without it; after a verdict all others are compared again, a late loser included."""
     subject = Subject({LOOP: 20, SERIAL: 15, PLAN: 10}).offer(LOOP, SERIAL, PLAN, incumbent=LOOP)
     subject.run(5)
     subject.tuner.drop(SERIAL)

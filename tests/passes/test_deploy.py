@@ -202,7 +202,7 @@ def test_a_division_that_cannot_be_is_an_error(wrong: dict[str, Any]) -> None:
 
 
 def test_given_groups_are_predicted_like_planned_ones_and_keep_the_memory_too() -> None:
-    """Also in another order; the error names the device."""
+    """Another order of the groups changes nothing; the error names the device."""
     work = towers(100_000, 60_000)
     plan = deploy.plan_deployment(work, cluster(2), seconds=3)
     assert deploy.deploy_on(work, cluster(2), plan.groups[::-1], known=plan) == plan

@@ -189,7 +189,8 @@ def test_an_embedding_with_dropout_does_not_draw_the_seeds_of_others() -> None:
     """It is tiny beside its tower and reads nothing else, but takes longer than a launch."""
     torch.manual_seed(0)
     model = TwoTowers()
-    model.image, model.text = embedded_tower(0.4), embedded_tower(0.4)  # type: ignore[assignment]
+    for name in ("image", "text"):
+        model.add_module(name, embedded_tower(0.4))
     recorded = record(model, [torch.arange(512) % 100] * 2)[Role.FORWARD]
     assert_independent(assert_replays(recorded, LAYER).graph, "image", "text")
 

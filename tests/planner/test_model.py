@@ -42,7 +42,7 @@ PROBLEMS = {
         atom_sizes=(1, 1, 1),
     ),
 }
-"""What the models say: no demands, no hand-over, a lane per set of atoms."""
+"""The problems that the models state: no demands, no hand-over, a lane per set of atoms."""
 
 SOLVER_SEEDS = range(4)
 

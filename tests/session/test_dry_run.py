@@ -167,7 +167,7 @@ def test_four_encoders_run_at_once_where_there_are_units_for_them() -> None:
 
 
 def test_what_cannot_be_planned_is_one_error_and_a_plan_that_cannot_be_made_is_a_reason() -> None:
-    """With what failed and what to do; the backend would fall back for the reason, and so does the dry run."""
+    """The error says what failed and what to do; for the reason, the backend would fall back, too."""
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.raises(TargetError, match=r"cannot copy the inputs(.|\n)*call detach\(\)"):
         explain(nn.Linear(2, 2), (x * 2,))

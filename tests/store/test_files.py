@@ -205,7 +205,7 @@ for round in range(50):
 
 
 LARGE = FileFormat(kind="note", number=1, content=Note, max_bytes=10**6)
-"""Of contents that take more than one page."""
+"""A format of contents that take more than one page."""
 
 
 def test_processes_write_at_once(tmp_path: Path) -> None:

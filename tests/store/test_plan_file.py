@@ -24,7 +24,7 @@ def _two_chains() -> tuple[SegmentGraph, CostTable, tuple[Lane, ...], Plan]:
 
 
 def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
-    """By the path of the file, and by the directory of all graphs; under the same costs it has the same times."""
+    """The file is found by its path and by the directory of all graphs; under the same costs the times are the same."""
     made, table, lanes, plan = _two_chains()
     file = tmp_path / made.name / FILE_NAME
     save_plan(plan, made, file)

@@ -36,7 +36,7 @@ def run(segment: segments.OneSegment, *taken: torch.Tensor) -> list[torch.Tensor
 
 
 def test_small_gradients_of_several_segments_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the parameters, until one has enough, or another dtype; its module is the one that has them."""
+    """Parameters keep their order; a group ends where it has enough, or the dtype changes."""
     monkeypatch.setattr(segments, "FEWEST_BYTES", 100)
     names = ["net.first", "net.second", "net.third.a", "net.third.b", "/last", "large", "half", "other"]
     made = graph(*8 * [()], names=names, sizes=[*6 * [40], 100, 40, 40])
