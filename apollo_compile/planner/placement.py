@@ -59,10 +59,10 @@ def place(
     begin = time.monotonic()
     scheduler = Scheduler(fleet)
     kept = [choices for choices in dict.fromkeys((*map(tuple, starts), *_uniform(fleet))) if fits(fleet, choices)]
-    if not kept and not use_solver:
-        raise InfeasiblePlanError(f"no placement was found that keeps the memory of {fleet.memory} bytes per device")
     if use_solver:
         from apollo_compile.planner import placement_model
+    elif not kept:
+        raise InfeasiblePlanError(f"no placement was found that keeps the memory of {fleet.memory} bytes per device")
     if not kept:
         least = placement_model.least_memory(fleet, seconds=seconds / 4)
         memory = max(memory_of(fleet, least.choices))
@@ -101,14 +101,10 @@ def _uniform(fleet: Fleet) -> list[tuple[Choice, ...]]:
 
 def _simple_bound(fleet: Fleet) -> int:
     """Return the larger of the longest chain in the fastest modes and the least work over all devices."""
-    ends, ready = [0] * len(fleet.tasks), [0] * len(fleet.tasks)
-    after: list[list[int]] = [[] for _ in fleet.tasks]
-    for arc in fleet.arcs:
-        after[arc.before].append(arc.after)
-    for task, work in enumerate(fleet.tasks):
-        ends[task] = ready[task] + min(work.durations)
-        for later in after[task]:
-            ready[later] = max(ready[later], ends[task])
+    fastest = [min(task.durations) for task in fleet.tasks]
+    ends = fastest.copy()
+    for arc in sorted(fleet.arcs, key=attrgetter("after")):
+        ends[arc.after] = max(ends[arc.after], ends[arc.before] + fastest[arc.after])
     least = sum(
         min(
             sum(task.durations[number] for task in fleet.tasks if task.module == index) * mode.devices * mode.units
