@@ -9,7 +9,6 @@ bounds valid; schedules are computed again by the caller.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -87,7 +86,6 @@ def search(
         cp.add_hint(variable, value // tick)
     cp.minimize(makespan)
     solver, status = _solve(cp, seconds)
-    floor = solver.best_objective_bound
     order: list[int] = []
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         times = [(solver.value(start), solver.value(end)) for start, end in zip(starts, ends, strict=True)]
@@ -95,7 +93,7 @@ def search(
     return PlacementOutcome(
         choices=_chosen(solver, at) if order else (),
         order=tuple(order),
-        bound=max(bound, round(floor) * tick if math.isfinite(floor) else 0),
+        bound=max(bound, round(max(0, solver.best_objective_bound)) * tick),
     )
 
 
