@@ -3,11 +3,13 @@
     compare(before, after) -> Difference
 
 Either side is a report, or plans written by `APOLLO_DUMP`, which have no runs and waits. Graphs are matched by name,
-and by order among graphs of the same name; segments are matched by name within a graph.
+and by order among graphs of the same name; segments are matched by name within a graph. A model that is compiled twice
+in a process has other numbers of Dynamo in the names: where no graph has a match, they are left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -119,6 +121,8 @@ def sides_of_plans(plans: Iterable[NamedPlan]) -> tuple[Side, ...]:
 def compare(before: Iterable[Side], after: Iterable[Side]) -> Difference:
     """Return the differences from `before` to `after`."""
     old, new = _by_name(before), _by_name(after)
+    if old.keys().isdisjoint(new):
+        old, new = _by_name(old.values(), r"\d+/\d+ "), _by_name(new.values(), r"\d+/\d+ ")
     return Difference(
         graphs=tuple(_compare_graphs(old[key], new[key]) for key in old if key in new),
         only_before=tuple(graph.name for key, graph in old.items() if key not in new),
@@ -126,13 +130,14 @@ def compare(before: Iterable[Side], after: Iterable[Side]) -> Difference:
     )
 
 
-def _by_name(graphs: Iterable[Side]) -> dict[tuple[str, int], Side]:
-    """Return graphs by name and number among graphs of the same name, which files may have."""
+def _by_name(graphs: Iterable[Side], left_out: str = "") -> dict[tuple[str, int], Side]:
+    """Return graphs by name, without a pattern at its begin, and number among graphs of that name."""
     seen: Counter[str] = Counter()
     found = {}
     for graph in graphs:
-        found[graph.name, seen[graph.name]] = graph
-        seen[graph.name] += 1
+        name = re.sub(f"^{left_out}", "", graph.name)
+        found[name, seen[name]] = graph
+        seen[name] += 1
     return found
 
 

@@ -1,7 +1,7 @@
 """Segments of a training step that no compiled graph has: sums of gradients, their norm, and the optimizer.
 
-Gradients are treated group by group: those that one segment of the backward makes, or some that make little, are final
-before others, so their sum and update may run while the backward goes on elsewhere. Only clipping joins all.
+Gradients are treated in groups: those of one segment of the backward, or of several that make little, are final before
+others, so their sum and update may run while the backward goes on elsewhere. Only clipping joins all.
 """
 
 from __future__ import annotations
