@@ -106,28 +106,28 @@ class OptimizerInParts:
         return None if is_usual and _is_of_torch(type(optimizer).step) else "the optimizer's step was replaced"
 
     def step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update the parameters that the optimizer has by these gradients; their `.grad` is None before and after."""
-        optimizer, members = self._optimizer, dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]()
+        """Update the parameters that the optimizer has by these gradients; their `.grad` stays."""
+        optimizer, sets = self._optimizer, dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]()
         self.updated += parameters
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if (number := self._group_of.get(id(parameter))) is not None:
-                own, given = members.setdefault(number, ([], []))
+                own, given = sets.setdefault((number, parameter.dtype), ([], []))
                 own.append(parameter)
                 is_alike = gradient.stride() == parameter.stride()  # as a fused kernel expects
                 given.append(gradient if is_alike else torch.empty_like(parameter).copy_(gradient))
-        chosen = ((self._choose_kernel(optimizer.param_groups[n], own), given) for n, (own, given) in members.items())
+        chosen = ((self._choose_kernel(optimizer.param_groups[n], own), given) for (n, _), (own, given) in sets.items())
         left = [(group, given) for group, given in chosen if not _call_kernel(optimizer, group, given)]
-        pairs = [pair for group, given in left for pair in zip(group["params"], given, strict=True)]
+        pairs = [(*pair, pair[0].grad) for group, given in left for pair in zip(group["params"], given, strict=True)]
         view = object.__new__(type(optimizer))
         view.__dict__.update({**optimizer.__dict__, "param_groups": [group for group, _ in left]})
         try:
-            for parameter, gradient in pairs:
+            for parameter, gradient, _ in pairs:
                 parameter.grad = gradient
             if pairs:
                 type(optimizer).step(view)
         finally:
-            for parameter, _ in pairs:
-                parameter.grad = None
+            for parameter, _, before in pairs:
+                parameter.grad = before
 
     def note_taken(self) -> None:
         """Note that a step was taken, for schedulers, which warn of steps that were not."""

@@ -166,7 +166,7 @@ def run_other_shapes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Resul
     torch.manual_seed(0)
     plain = Towers()
     model, other = wrap(copy.deepcopy(plain)), wrap(plain)
-    optimizer, of_other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    optimizer, of_other = (make_optimizer("towers", each) for each in (model, other))
     step = compile_step(model, features_loss, optimizer)
     generator = torch.Generator().manual_seed(rank)
     batches = [features(rank, generator) for _ in range(6)]

@@ -29,7 +29,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +43,6 @@ from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.link import measure_link, sum_as_one
 from apollo_compile.distributed.ranks import Ranks, find_ranks
 from apollo_compile.errors import TargetError, UnsupportedGraphError
-from apollo_compile.ir import SegmentGraph
 from apollo_compile.json_form import from_json
 from apollo_compile.observe import StageRunner
 from apollo_compile.session.step.micro_batch import MicroBatchGraphs
@@ -161,6 +160,17 @@ class DataParallel:
         """Clip the gradients that `average` has left to a norm of all of them together."""
         torch.nn.utils.clip_grad_norm_(parameters, limit)
 
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step an optimizer after a loop, by the kernels of a program: ranks that run it keep the same bits."""
+        parts = OptimizerInParts(optimizer)
+        reason = parts.problem_of(optimizer) or parts.problem_of_state(optimizer) or parts.reason_against()
+        if reason or is_sharded(self.model):
+            optimizer.step()
+            return
+        members = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        parts.step(members, [each.grad for each in members])
+        parts.note_taken()
+
     def optimizer_in_parts(self, optimizer: torch.optim.Optimizer) -> OptimizerInParts:
         """Return the optimizer for parameters inside of a program."""
         return OptimizerInParts(optimizer)
@@ -270,15 +280,8 @@ class ShardedDataParallel(DataParallel):
         frozen_buckets = fill_buckets(range(len(frozen)), frozen, sys.maxsize)
         gathers = {f"frozen{number}": [frozen[i] for i in bucket] for number, bucket in enumerate(frozen_buckets)}
         gathers |= {f"bucket{number}": list(buckets[number]) for number in reversed(range(len(buckets)))}
-        return Averages(
-            buckets=buckets,
-            average=self._average,
-            ranks=self._group.size(),
-            link=link,
-            sharded=self._sharded,
-            gathers=gathers,
-            total_norm=self._total_norm,
-        )
+        averages = super()._make_averages(buckets, link)
+        return replace(averages, sharded=self._sharded, gathers=gathers, total_norm=self._total_norm)
 
     def _average(self, bucket: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         return self._sharded.scatter(bucket, gradients)
@@ -370,8 +373,10 @@ def order_of_gradients(micro: MicroBatchGraphs) -> list[torch.Tensor]:
     """Return parameters in the order in which their gradients can be final at the earliest."""
     compilation = micro.backward.compilation
     graph = compilation.partition.graph
-    durations = [modes[-1].duration_ns for modes in compilation.costs.modes]
-    ends = _earliest_ends(graph, durations)
+    ends: dict[int, int] = {}
+    for segment in graph.segments:
+        start = max((ends[other] for other in graph.predecessors(segment.id)), default=0)
+        ends[segment.id] = start + compilation.costs.modes[segment.id][-1].duration_ns
 
     def end(place: int) -> int:
         buffer = graph.outputs[place]
@@ -379,14 +384,6 @@ def order_of_gradients(micro: MicroBatchGraphs) -> list[torch.Tensor]:
         return 0 if producer is None else ends[producer]
 
     return [micro.parameters[place] for place in sorted(micro.parameters, key=lambda place: (end(place), -place))]
-
-
-def _earliest_ends(graph: SegmentGraph, durations: Sequence[int]) -> Mapping[int, int]:
-    ends: dict[int, int] = {}
-    for segment in graph.segments:
-        start = max((ends[other] for other in graph.predecessors(segment.id)), default=0)
-        ends[segment.id] = start + durations[segment.id]
-    return ends
 
 
 def settle_plan(own: Compilation, ranks: Ranks) -> Compilation:

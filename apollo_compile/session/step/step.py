@@ -290,7 +290,10 @@ class Step:
             if not self._has_stepped:  # its state stays: in a block of activations, it would keep all of the block
                 torch.cuda.empty_cache()
             self._has_stepped = True
-            self._optimizer.step()
+            if self._data_parallel is None:
+                self._optimizer.step()
+            else:
+                self._data_parallel.step(self._optimizer)
 
 
 def _loop_first(graph: LossGraph, config: Config) -> State:
