@@ -28,7 +28,6 @@ _logger = logging.getLogger(__name__)
 LossFunction = Callable[[nn.Module, Any], Any]
 """`loss_fn(model, micro_batch)` returns the loss, a tuple that begins with it, or a mapping that has it as `loss`."""
 
-
 FREQUENT = 3
 """Steps of a kind of micro-batch after which it gets a graph of its own; others share one for all sizes."""
 
@@ -86,15 +85,16 @@ class CompiledLoss:
             problem, is_hit = problem_of(error), is_limit_hit(error)
             if problem is None:
                 raise
+        if "hook" in problem and sum(self._num_seen.values()) <= 1:  # models may install theirs in the first forward
+            return self._uncompiled(part)
         loss = self._in_pieces(part)  # an error of the loss function itself says nothing of the next batch
         self._graph_of.pop(self.key_of([part]), None)
         self._latest = (None, None)
         if not self.why_in_pieces:
             self.why_in_pieces = f"the loss function is not one graph: {problem}{way_out(problem)}"
             if is_hit:  # graphs that it has still run, and it is not asked for others again
-                again = max((graph.model.again for graph in self.graphs), default="")
+                count, again = len(self.graphs), max((graph.model.again for graph in self.graphs), default="")
                 last = f", one{again}{'; pass a number that changes as a tensor' * ('==' in again)}" if again else ""
-                count = len(self.graphs)
                 self.why_in_pieces = f"{count} graphs of the loss function are compiled, Dynamo's limit{last}"
             _logger.info("%s: %s", "other batches run in pieces" if is_hit else STAYS, self.why_in_pieces)
         return loss

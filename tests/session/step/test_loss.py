@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -97,6 +98,25 @@ def plain_loss(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
     return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
 
 
+class Hooked(nn.Sequential):
+    """Installs a hook in its first forward, under a lock that Dynamo cannot trace, as models of Hugging Face do."""
+
+    has_hook = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a vector per row."""
+        if not self.has_hook:
+            with threading.Lock():  # for a hook
+                self.register_forward_hook(Hooked.double)
+                self.has_hook = True
+        return super().forward(x)
+
+    @staticmethod
+    def double(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        """Return twice the output."""
+        return output * 2
+
+
 def cumulative_norm() -> nn.Module:
     """Return a model that reads the number of batches that it has seen."""
     return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(6, momentum=None))
@@ -132,6 +152,14 @@ def test_a_loss_function_that_reads_a_number_runs_in_pieces_and_a_line_says_wher
     (line,) = {each.getMessage() for each in info_log.records if "stays a loop" in each.getMessage()}
     assert re.search(f"the loss function is not one graph: .* in .*{place}", line), line
     assert [verdict.partition(":")[0] for verdict in pair.step.verdicts] == [Variant.LOOP]
+
+
+def test_a_model_that_installs_hooks_in_its_first_forward_has_a_program() -> None:
+    """The loop in eager takes the first step."""
+    pair = twins.Twins(lambda: Hooked(nn.Linear(16, 16)), plain_loss, SGD, count=2)
+    for seed in range(3):
+        pair.take(batch_of(seed))
+    assert pair.step.verdicts == [Variant.PLAN]
 
 
 def test_a_program_stays_where_code_that_is_no_graph_comes_later(info_log: pytest.LogCaptureFixture) -> None:
