@@ -123,3 +123,12 @@ def test_a_few_graphs_are_nothing_to_talk_about() -> None:
 
     report = apollo_compile.explain(look, (torch.randn(4, 8),), options=OPTIONS)
     assert report.breaks and not report.fragments
+
+
+def test_a_step_speaks_of_its_loss_function(caplog: pytest.LogCaptureFixture) -> None:
+    """And of modules by their names in the model."""
+    torch._dynamo.reset()
+    step = apollo_compile.compile_step(Sighted(), lambda model, x: model(x).square().mean(), options=OPTIONS)
+    step(torch.randn(4, 8))
+    (line,) = (each for each in caplog.messages if "falls into" in each)
+    assert line.startswith("loss_function falls into more than 8") and "; compile model.language instead" in line

@@ -63,7 +63,7 @@ class CompiledLoss:
         def loss_of(part: Any) -> Any:
             return detach_others(loss_fn(model, part))
 
-        def loss_of_any(part: Any) -> Any:  # a code object of its own, whose compiles count apart
+        def loss_function(part: Any) -> Any:  # a code object of its own, whose compiles count apart
             return detach_others(loss_fn(model, part))
 
         self._uncompiled = loss_of
@@ -71,7 +71,7 @@ class CompiledLoss:
         backend = partial(_compile_and_note, weakref.ref(self.notes), options)
         self.call = swappable_tensors()(compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True))
         """Calls the loss function as it is compiled in one graph."""
-        self._in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
+        self._in_pieces = compile_apart(loss_function, backend="apollo", options=dict(options))
 
     def compute(self, part: Any) -> Any:
         """Call the loss function: as it is under a dispatch mode, else compiled for this kind or, in pieces, any."""
