@@ -173,15 +173,19 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
         ({"loss_fn": None}, "loss_fn is None: expected a function from the model's output to the loss"),
         ({"loss_fn": nn.Identity()}, r"the loss is torch.Size\(\[4, 4\]\): expected a tensor of one element"),
         ({"loss_fn": torch.Tensor.retain_grad}, "the loss is None: expected a tensor of one element"),
+        ({"loss_fn": lambda output: output.detach().sum()}, "the loss has no graph"),
         ({"batch": torch.randn(0, 4)}, "the batch has no tensor with samples"),
+        ({"modules": ["0.list"]}, "module '0.list' was not called, or returned no tensors"),
     ],
-    ids=["no devices", "no function", "no loss", "nothing", "no samples"],
+    ids=["no devices", "no function", "no loss", "nothing", "detached", "no samples", "not called"],
 )
 def test_what_cannot_be_deployed_is_told_in_one_process(argument: dict[str, Any], text: str) -> None:
     """Before anything is timed."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].add_module("list", nn.ModuleList())
     given = {"batch": torch.randn(4, 4), "mesh": 2, "loss_fn": torch.sum, "link": Link(1e-5, 1e10), **argument}
     with pytest.raises(DeploymentError, match=text):
-        apollo_compile.deploy(nn.Sequential(nn.Linear(4, 4)), **given)
+        apollo_compile.deploy(model, **given)
 
 
 class Stack(nn.Module):

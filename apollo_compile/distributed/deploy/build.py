@@ -103,12 +103,13 @@ def deploy(
         raise DeploymentError(f"loss_fn is {loss_fn!r:.40}: expected a function from the model's output to the loss")
     with _unchanged(model):
         trace = trace_step(model, batch, loss_fn, _names_of(model, modules))
-        device = trace.device
+        called, device = {record.call.module for record in trace.records if record.outputs}, trace.device
+        if idle := [name for name in modules or () if name not in called]:
+            raise DeploymentError(f"module {idle[0]!r} was not called, or returned no tensors: name modules that are")
         if link is None:
             link = measure_link(lambda each: dist.all_reduce(each, group=group), 2 * (size - 1), group, device)
-        units = torch.get_num_threads()
-        if device.type == "cuda":
-            units = torch.cuda.get_device_properties(device).multi_processor_count
+        is_gpu = device.type == "cuda"
+        units = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else torch.get_num_threads()
         cluster = EqualDevices(devices=size, units=units, memory_bytes=memory, link=link, is_measured=group is not None)
         pieces = pieces_of(trace, cluster, None if group is None else Subgroups(group, device), optimizer_states)
         times = measure(pieces, group, device)
@@ -209,6 +210,8 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
             module.forward = functools.partial(_record, trace, name, module, module.forward)
         if not isinstance(loss := trace.run(), torch.Tensor) or loss.numel() != 1:
             raise DeploymentError(f"the loss is {getattr(loss, 'shape', loss)!r:.60}: expected a tensor of one element")
+        if any(each.requires_grad for each in model.parameters()) and not loss.requires_grad:
+            raise DeploymentError("the loss has no graph: expected one of the model's output, which is not detached")
     return trace
 
 
