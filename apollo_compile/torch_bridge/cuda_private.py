@@ -37,16 +37,6 @@ def find_uncapturable(graph_module: fx.GraphModule) -> str | None:
     return next(map(str, unsafe), None)
 
 
-def retains_graph() -> bool:
-    """Return whether the backward that runs on this thread keeps its graph, so that another may go through it."""
-    return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def has_saved_tensor_hooks() -> bool:
-    """Return whether `saved_tensors_hooks` are active on this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 RECOVERS_FROM_CAPTURES: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 """Whether torch is as before after a capture that failed at its end. See Note [captures that fail]."""
 

@@ -6,6 +6,8 @@ import torch
 from torch._dynamo import eval_frame
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from apollo_compile.torch_bridge.private_attributes import has_saved_tensor_hooks
+
 _RUNS_EAGER = ("force_eager", "eager_on_recompile")
 """Stances with which `torch.compile` calls functions as they are."""
 
@@ -25,6 +27,8 @@ def mode_against_programs() -> str | None:
         return "a dispatch mode is to see each operator"
     if torch.is_anomaly_enabled():
         return "torch looks for anomalies in each backward function"
+    if has_saved_tensor_hooks():
+        return "hooks are to see each tensor that is saved for the backward"
     stance = eval_frame._stance
     if stance.stance in _RUNS_EAGER or stance.backend is not None:
         return f"torch.compiler.set_stance asks for {(stance.backend or stance.stance)!r}"

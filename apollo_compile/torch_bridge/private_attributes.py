@@ -39,5 +39,10 @@ def reaches(ctx: Any) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward that runs on this thread keeps its graph, so that it may run again."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    """Return whether the backward that runs on this thread keeps its graph, so that another may go through it."""
+    return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether `saved_tensors_hooks` are active on this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.utils.flop_counter import FlopCounterMode
 
 from apollo_compile.torch_bridge.modes import is_each_operator_seen, mode_against_programs
@@ -29,6 +30,7 @@ count = partial(FlopCounterMode, display=False)
         (partial(torch.compiler.set_stance, "eager_then_compile"), None),
         (count, "a dispatch mode is to see each operator"),
         (torch.autograd.detect_anomaly, "torch looks for anomalies in each backward function"),
+        (save_on_cpu, "hooks are to see each tensor that is saved for the backward"),
         (partial(torch.compiler.set_stance, "force_eager"), "torch.compiler.set_stance asks for 'force_eager'"),
         (partial(torch.compiler.set_stance, force_backend="eager"), "torch.compiler.set_stance asks for 'eager'"),
     ],

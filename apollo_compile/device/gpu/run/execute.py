@@ -59,7 +59,7 @@ from apollo_compile.device.gpu.run.memory import ModelMemory
 from apollo_compile.errors import CaptureError, MemoryQuotaError, NotReplayedError, UnsupportedGraphError
 from apollo_compile.ir import LaneId, Observations, Program, Role, SegmentGraph, Trace, Variant
 from apollo_compile.target.target import CompiledBody, Contract
-from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
+from apollo_compile.torch_bridge.private_attributes import has_saved_tensor_hooks, keeps_graph
 from apollo_compile.torch_bridge.profiler import is_profiling, named
 
 _logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class CudaExecutable:
             reasons = (self.gpu.captures.why_off, self.shared.out_of_memory, self.capture_error)
             return next((reason for reason in reasons if reason), "a CUDA graph cannot hold it")
         if self.graph.role is Role.BACKWARD:
-            if retains_graph():
+            if keeps_graph():
                 return "its graph is kept for another backward, whose inputs a replay would overwrite"
             self._log_hooks()
             return None if self.shared.contents is not None else _IN_USE  # its forward replayed when nothing was

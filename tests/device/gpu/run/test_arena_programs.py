@@ -447,7 +447,7 @@ MUTANTS: dict[str, tuple[str, object, str, object]] = {
     "what was handed out is not looked at": ("two forwards", ModelMemory, "is_free", lambda memory: True),
     "liveness is that of one variant": ("a switch before the backward", ModelMemory, "is_free", _check_own_outputs),
     "a backward asks for addresses alone": ("saved-tensor hooks", ModelMemory, "contents", _latest_forward),
-    "a graph that is kept is replayed": ("retain_graph", execute, "retains_graph", lambda: False),
+    "a graph that is kept is replayed": ("retain_graph", execute, "keeps_graph", lambda: False),
     "hooks are not looked at": ("saved-tensor hooks", execute, "has_saved_tensor_hooks", lambda: False),
     "inputs are released on the lane of the reader": (
         *("zero_grad after the step", capturer, "find_releases", _release_on_lane_of_reader),
