@@ -58,9 +58,10 @@ def frees_storage(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node is a view of its first argument, or one of several such views."""
+    """Whether the node is a view of its first argument, or one of several such views; of a number there are none."""
     target = node.target
-    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+    is_operator = isinstance(target, torch._ops.OpOverload) and target.is_view
+    return target is operator.getitem or (is_operator and isinstance(node.args[0], fx.Node))
 
 
 def writes_undeclared(target: torch._ops.OpOverload) -> bool:

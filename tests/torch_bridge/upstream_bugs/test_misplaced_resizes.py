@@ -55,6 +55,14 @@ def test_what_the_graph_made_is_not_resized() -> None:
     assert len(graph.find_nodes(op="call_function", target=aten.copy_.default)) == 1
 
 
+def test_a_view_of_a_number_is_none() -> None:
+    """The gradient of a product with a complex number has its conjugate, as an operator."""
+    graph = fx.Graph()
+    graph.output(graph.call_function(aten._conj.default, (1j,)))
+    settle_resizes(graph)
+    assert len(graph.nodes) == 2
+
+
 def test_torch_frees_the_value_instead_of_the_input() -> None:
     """It copies it into the input afterwards; to run such a graph would crash."""
     found: list[fx.Graph] = []
