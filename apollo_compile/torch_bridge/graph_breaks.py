@@ -45,13 +45,14 @@ _IN_CODE = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n\s*(?P<c
 def problem_of(error: Exception) -> str | None:
     """Return why a function does not compile as one graph, with the line of code where that is known.
 
-    None if compiling did not fail, or if this package refuses to go on.
+    None if neither compiling nor a check in Inductor's code failed, or if this package refuses to go on.
     """
     cause = getattr(error, "inner_exception", None) or error
-    if not is_compile_error(error) or isinstance(cause, ApolloError):
+    is_check = type(error) is AssertionError  # of sizes, while Inductor's code runs
+    if not (is_check or is_compile_error(error)) or isinstance(cause, ApolloError):
         return None
     of_dynamo = next((line.strip() for line in str(error).splitlines() if line.strip()), "Dynamo gives no reason")
-    return (of_dynamo if cause is error else describe_compile_error(error)) + _place_of(error, cause)
+    return (of_dynamo if cause is error and not is_check else describe_compile_error(error)) + _place_of(error, cause)
 
 
 def _place_of(error: Exception, cause: Exception) -> str:

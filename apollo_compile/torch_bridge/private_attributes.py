@@ -28,6 +28,11 @@ def reason_against_gradients(leaves: Iterable[torch.Tensor]) -> str | None:
     return None
 
 
+def count_hooks(model: torch.nn.Module) -> int:
+    """Return how many hooks of forwards the modules of a model have."""
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
 def times_written(tensor: torch.Tensor) -> int:
     """Return how often a tensor has been written to, as autograd counts it; 0 for one that has no count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -22,6 +22,7 @@ from apollo_compile.torch_bridge.compile_context import compile_apart, swappable
 from apollo_compile.torch_bridge.dynamo_graph import return_read_tensors
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of, way_out
 from apollo_compile.torch_bridge.modes import is_each_operator_seen
+from apollo_compile.torch_bridge.private_attributes import count_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -81,13 +82,14 @@ class CompiledLoss:
             return self._in_pieces(part)
         try:
             return self.notes.call_and_note(self.call, part)
-        except Exception as error:  # of a compile, before anything ran
+        except Exception as error:  # an error of the loss function itself is raised again below
             problem, is_hit = problem_of(error), is_limit_hit(error)
             if problem is None:
                 raise
-        if "hook" in problem and sum(self._num_seen.values()) <= 1:  # models may install theirs in the first forward
-            return self._uncompiled(part)
-        loss = self._in_pieces(part)  # an error of the loss function itself says nothing of the next batch
+        num_hooks = count_hooks(self._model)  # some models install them in the first forward, which is no graph then
+        loss = (self._in_pieces if self.why_in_pieces else self._uncompiled)(part)
+        if count_hooks(self._model) > num_hooks:
+            return loss
         self._graph_of.pop(self.key_of([part]), None)
         self._latest = (None, None)
         if not self.why_in_pieces:

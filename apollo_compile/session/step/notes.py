@@ -151,18 +151,16 @@ class Notes:
     def call(self, graph: LossGraph, inputs: tuple[Any, ...]) -> Any:
         """Run the graph, or note its inputs."""
         if self._noted is None:
-            self.latest = graph
             outputs = graph.compiled(*inputs)
+            self.latest = graph
             if graph.micro is not None and not graph.micro.is_of_parameters_in(inputs):
                 graph.unlink()
             if self._num_parts not in graph.outcomes:
                 owned, tensors = self._owned(), {p: x for p, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
-                besides = {place: tensor for place, tensor in tensors.items() if id(tensor) not in owned}
-                graph.input_tracker.note(self._step, besides)
+                others = {place: tensor for place, tensor in tensors.items() if id(tensor) not in owned}
+                graph.input_tracker.note(self._step, others)
                 if not graph.is_decided:  # tensors of the batch would be kept alive
-                    empty = {
-                        p: torch.empty(0, dtype=x.dtype, requires_grad=x.requires_grad) for p, x in besides.items()
-                    }
+                    empty = {p: torch.empty(0, dtype=x.dtype, requires_grad=x.requires_grad) for p, x in others.items()}
                     graph.inputs = tuple(empty.get(place, value) for place, value in enumerate(inputs))
                     self._note_outputs(graph, inputs, outputs)
             return outputs

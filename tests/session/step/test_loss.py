@@ -106,7 +106,7 @@ class Hooked(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a vector per row."""
         if not self.has_hook:
-            with threading.Lock():  # for a hook
+            with threading.Lock():
                 self.register_forward_hook(Hooked.double)
                 self.has_hook = True
         return super().forward(x)
@@ -115,6 +115,29 @@ class Hooked(nn.Sequential):
     def double(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         """Return twice the output."""
         return output * 2
+
+
+@torch.library.custom_op("apollo_test::times_rows", mutates_args=())
+def times_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return `x` times a number of rows."""
+    return x * len(rows)
+
+
+@times_rows.register_fake
+def _(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Be wrong about the strides where the number of rows is not known."""
+    return torch.empty_like(x) if type(rows.shape[0]) is int else x.new_empty(x.shape[::-1]).permute(2, 1, 0)
+
+
+times_rows.register_autograd(
+    lambda ctx, grad: (grad * ctx.num_rows, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "num_rows", inputs[1].shape[0]),
+)
+
+
+def counts_rows(model: nn.Module, batch: twins.Batch) -> torch.Tensor:
+    """Return a loss of which Inductor's code believes something wrong if it is one graph."""
+    return times_rows(model(batch["x"]), batch["x"][batch["lengths"] > 2].detach()).square().mean()  # type: ignore[no-any-return]
 
 
 def cumulative_norm() -> nn.Module:
@@ -155,11 +178,20 @@ def test_a_loss_function_that_reads_a_number_runs_in_pieces_and_a_line_says_wher
 
 
 def test_a_model_that_installs_hooks_in_its_first_forward_has_a_program() -> None:
-    """The loop in eager takes the first step."""
+    """Eager computes the loss for the first micro-batch."""
     pair = twins.Twins(lambda: Hooked(nn.Linear(16, 16)), plain_loss, SGD, count=2)
     for seed in range(3):
         pair.take(batch_of(seed))
     assert pair.step.verdicts == [Variant.PLAN]
+
+
+def test_where_a_check_in_compiled_code_fails_the_step_trains_in_pieces() -> None:
+    """In one graph nothing says how many rows there are."""
+    pair = twins.Twins(twins.layer, counts_rows, SGD, count=2)
+    for seed in range(3):
+        pair.take(batch_of(seed))
+    (verdict,) = pair.step.verdicts
+    assert re.search("not one graph: AssertionError: expected size 4==4, stride", verdict), verdict
 
 
 def test_a_program_stays_where_code_that_is_no_graph_comes_later(info_log: pytest.LogCaptureFixture) -> None:
