@@ -115,17 +115,12 @@ def _matmul_of(node: fx.Node) -> Matmul | None:
         return None
     if not all(type(size) is int for value in values for size in (*value.shape, *value.stride())):
         return None  # dynamic sizes: comparing them would add guards
-    (rows, inner), columns = left.shape, right.shape[1]
-    are_transposed = [_is_transposed(value) for value in (left, right)]
-    if None in are_transposed or any(bias.shape != (columns,) or bias.stride() != (1,) for bias in biases):
+    (m, k), n = left.shape, right.shape[1]
+    is_left, is_right = _is_transposed(left), _is_transposed(right)
+    if is_left is None or is_right is None or any(bias.shape != (n,) or bias.stride() != (1,) for bias in biases):
         return None
     return Matmul(
-        rows=rows,
-        inner=inner,
-        columns=columns,
-        is_left_transposed=bool(are_transposed[0]),
-        is_right_transposed=bool(are_transposed[1]),
-        has_bias=bool(biases),
+        rows=m, inner=k, columns=n, is_left_transposed=is_left, is_right_transposed=is_right, has_bias=bool(biases)
     )
 
 

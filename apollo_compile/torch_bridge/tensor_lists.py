@@ -41,15 +41,12 @@ def with_tensors_apart(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_apart_possible(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    target, is_for_each = node.target, all(user.target is operator.getitem for user in node.users)
+    if not (is_for_each and isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"):
         return False
-    name = _name_of(target)
-    if name not in _OPERATORS or not all(user.target is operator.getitem for user in node.users):
-        return False
-    return name not in _OF_THREE or (
-        target._overloadname != "Tensor" and _type_of(node) in (torch.float32, torch.float64)
-    )
+    if (name := _name_of(target)) not in _OF_THREE:
+        return name in _OPERATORS
+    return target._overloadname != "Tensor" and _type_of(node) in (torch.float32, torch.float64)
 
 
 def _type_of(node: fx.Node) -> torch.dtype | None:
