@@ -64,7 +64,7 @@ def place(
     elif not kept:
         raise InfeasiblePlanError(f"no placement was found that keeps the memory of {fleet.memory} bytes per device")
     if not kept:
-        least = placement_model.least_memory(fleet, seconds=seconds / 4)
+        least = placement_model.least_memory(fleet, seconds=seconds)
         memory = max(memory_of(fleet, least.choices))
         if fleet.memory is not None and memory > fleet.memory:
             raise InfeasiblePlanError(

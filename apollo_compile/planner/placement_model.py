@@ -141,11 +141,10 @@ def _solve(
     cp: cp_model.CpModel, seconds: float, *, is_repeatable: bool = False
 ) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
     solver = cp_model.CpSolver()
-    if is_repeatable:  # one worker, and CP-SAT's own count of its work, which is about a unit a second
-        solver.parameters.num_workers, solver.parameters.max_deterministic_time = 1, seconds
-    else:
-        solver.parameters.num_workers = min(8, len(os.sched_getaffinity(0)))
-        solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1 if is_repeatable else min(8, len(os.sched_getaffinity(0)))
+    solver.parameters.max_time_in_seconds = seconds
+    if is_repeatable:  # CP-SAT's own count of its work, which is about a unit a second
+        solver.parameters.max_deterministic_time = seconds / 4
     solver.parameters.relative_gap_limit = GOOD
     solver.parameters.cp_model_probing_level = 0  # halves the time to the first bound of a large pool
     solver.parameters.catch_sigint_signal = False
