@@ -58,7 +58,7 @@ def frees_storage(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node is a view of its first argument, or one of several such views; of a number there are none."""
+    """Whether the node is a view of its first argument, or one of several such views; a number has none."""
     target = node.target
     is_operator = isinstance(target, torch._ops.OpOverload) and target.is_view
     return target is operator.getitem or (is_operator and isinstance(node.args[0], fx.Node))

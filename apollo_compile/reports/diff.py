@@ -21,7 +21,6 @@ from apollo_compile.reports.values import ModelSummary
 from apollo_compile.store.plan_file import NamedPlan
 from apollo_compile.units import format_ns
 
-
 class PlacedSegment(NamedTuple):
     """A segment in the plan of one side."""
 
@@ -122,7 +121,8 @@ def compare(before: Iterable[Side], after: Iterable[Side]) -> Difference:
     """Return the differences from `before` to `after`."""
     old, new = _by_name(before), _by_name(after)
     if old.keys().isdisjoint(new):
-        old, new = _by_name(old.values(), r"\d+/\d+ "), _by_name(new.values(), r"\d+/\d+ ")
+        number = r"\d+/\d+(\.\d+)? "
+        old, new = _by_name(old.values(), number), _by_name(new.values(), number)
     return Difference(
         graphs=tuple(_compare_graphs(old[key], new[key]) for key in old if key in new),
         only_before=tuple(graph.name for key, graph in old.items() if key not in new),
@@ -131,7 +131,7 @@ def compare(before: Iterable[Side], after: Iterable[Side]) -> Difference:
 
 
 def _by_name(graphs: Iterable[Side], left_out: str = "") -> dict[tuple[str, int], Side]:
-    """Return graphs by name, without a pattern at its begin, and number among graphs of that name."""
+    """Return graphs by name, without a pattern at its beginning, and number among graphs of that name."""
     seen: Counter[str] = Counter()
     found = {}
     for graph in graphs:

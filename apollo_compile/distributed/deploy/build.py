@@ -92,7 +92,7 @@ def deploy(
         seconds: time of the search.
 
     Raises:
-        DeploymentError: there are no modules, samples or loss, modules share parameters, or a simulation has no link.
+        DeploymentError: modules are not called or share parameters, or there are no samples, loss with a graph or link.
         InfeasiblePlanError: no plan keeps the memory; the message has the least that is enough.
     """
     group = None if isinstance(mesh, int) else group_of(mesh)
