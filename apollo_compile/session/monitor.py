@@ -106,12 +106,10 @@ def _mode(costs: CostTable, segment: int, units: int) -> Mode:
     return next(mode for mode in costs.modes[segment] if mode.units == units)
 
 
-def _combine(entry: Observation | None, body: BodyId, units: int, samples: list[int]) -> Observation:
+def _combine(old: Observation | None, body: BodyId, units: int, samples: list[int]) -> Observation:
     newest = statistics.median(samples)
-    if entry is None or newest * 2 < entry.median_ns:
+    if old is None or newest * 2 < old.median_ns:
         return Observation(body=body, units=units, count=len(samples), median_ns=round(newest))
-    weight = max(len(samples) / (entry.count + len(samples)), LEAST_WEIGHT)
-    step = min((newest - entry.median_ns) * weight, entry.median_ns * MAX_STEP)
-    return Observation(
-        body=body, units=units, count=entry.count + len(samples), median_ns=round(entry.median_ns + step)
-    )
+    weight = max(len(samples) / (old.count + len(samples)), LEAST_WEIGHT)
+    step = min((newest - old.median_ns) * weight, old.median_ns * MAX_STEP)
+    return Observation(body=body, units=units, count=old.count + len(samples), median_ns=round(old.median_ns + step))

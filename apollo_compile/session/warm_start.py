@@ -82,11 +82,9 @@ class WarmStart:
         history = self._history
         if history is None or compilation.capture.sizes:  # a plan for changing sizes is made quickly
             return
-        finding = Finding(
-            observations=compilation.observations, plan=compilation.plan, variant=variant, verdict=verdict
-        )
+        found = Finding(observations=compilation.observations, plan=compilation.plan, variant=variant, verdict=verdict)
         try:
-            history.keep(self._keys[compilation.capture.name], finding)
+            history.keep(self._keys[compilation.capture.name], found)
         except Exception as error:  # a failure here must not stop training
             if self.config.debug.strict:
                 raise

@@ -48,7 +48,7 @@ def problem_of(error: Exception) -> str | None:
     None if neither compiling nor a check in Inductor's code failed, or if this package refuses to go on.
     """
     cause = getattr(error, "inner_exception", None) or error
-    is_check = type(error) is AssertionError  # of sizes, while Inductor's code runs
+    is_check = isinstance(error, AssertionError) and str(error).startswith("expected size")  # as Inductor's code runs
     if not (is_check or is_compile_error(error)) or isinstance(cause, ApolloError):
         return None
     of_dynamo = next((line.strip() for line in str(error).splitlines() if line.strip()), "Dynamo gives no reason")

@@ -29,8 +29,8 @@ def reason_against_gradients(leaves: Iterable[torch.Tensor]) -> str | None:
 
 
 def count_hooks(model: torch.nn.Module) -> int:
-    """Return how many hooks of forwards the modules of a model have."""
-    return sum(len(module._forward_hooks) for module in model.modules())
+    """Return how many hooks before and after forwards the modules of a model have."""
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
 def times_written(tensor: torch.Tensor) -> int:

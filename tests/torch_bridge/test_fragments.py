@@ -126,7 +126,7 @@ def test_a_few_graphs_are_nothing_to_talk_about() -> None:
 
 
 def test_a_step_speaks_of_its_loss_function(caplog: pytest.LogCaptureFixture) -> None:
-    """And of modules by their names in the model."""
+    """The line names modules as the model does."""
     torch._dynamo.reset()
     step = apollo_compile.compile_step(Sighted(), lambda model, x: model(x).square().mean(), options=OPTIONS)
     for _ in range(2):  # in eager, and in pieces

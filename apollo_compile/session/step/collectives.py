@@ -161,13 +161,13 @@ class DataParallel:
         torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step an optimizer after a loop, by the kernels of a program: ranks that run it keep the same bits."""
+        """Step an optimizer after a backward by the kernels that a program calls, so that ranks do not drift apart."""
         parts = OptimizerInParts(optimizer)
         reason = parts.problem_of(optimizer) or parts.problem_of_state(optimizer) or parts.reason_against()
-        if reason or is_sharded(self.model):
+        members = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if reason or is_sharded(self.model) or any(each.grad.dtype is not each.dtype for each in members):
             optimizer.step()
             return
-        members = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         parts.step(members, [each.grad for each in members])
         parts.note_taken()
 

@@ -92,6 +92,7 @@ class CompiledLoss:
             return loss
         self._graph_of.pop(self.key_of([part]), None)
         self._latest = (None, None)
+        self.notes.latest = None  # the graph may have computed other micro-batches of the step
         if not self.why_in_pieces:
             self.why_in_pieces = f"the loss function is not one graph: {problem}{way_out(problem)}"
             if is_hit:  # graphs that it has still run, and it is not asked for others again
@@ -135,10 +136,8 @@ class CompiledLoss:
         with self.notes.noting() as noted:
             try:
                 returned = [self.call(part) for part in parts]
-            except NotLinkedError:
-                return None
             except Exception as error:
-                if problem_of(error) is None:
+                if not isinstance(error, NotLinkedError) and problem_of(error) is None:
                     raise
                 return None  # the loop runs this one in pieces
         return (noted, returned) if [each.graph for each in noted] == [graph] * len(parts) else None

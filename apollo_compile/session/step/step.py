@@ -226,8 +226,8 @@ class Step:
             placeholder.set_(output)  # type: ignore[call-overload]
         tuner.held_back = None
         program.leave_gradients(gradients)
-        if program.optimizer is None and self._optimizer is not None:
-            self._optimizer.step()
+        if program.optimizer is None:
+            self._step_optimizer()
         return [with_values(each) for each in returned] if graph.numbers else returned
 
     def _note_inputs(
@@ -286,14 +286,17 @@ class Step:
         clip = torch.nn.utils.clip_grad_norm_ if self._data_parallel is None else self._data_parallel.clip
         if self._settings.clip_grad_norm is not None:
             clip(self._model.parameters(), self._settings.clip_grad_norm)
-        if self._optimizer is not None:
-            if not self._has_stepped:  # its state stays: in a block of activations, it would keep all of the block
-                torch.cuda.empty_cache()
-            self._has_stepped = True
-            if self._data_parallel is None:
-                self._optimizer.step()
-            else:
-                self._data_parallel.step(self._optimizer)
+        if not self._has_stepped:  # state of the optimizer in a block of activations would keep all of the block
+            torch.cuda.empty_cache()
+        self._has_stepped = True
+        self._step_optimizer()
+
+    def _step_optimizer(self) -> None:
+        """Step the optimizer, if there is one, by gradients in `.grad`."""
+        if self._optimizer is not None and self._data_parallel is not None:
+            self._data_parallel.step(self._optimizer)
+        elif self._optimizer is not None:
+            self._optimizer.step()
 
 
 def _loop_first(graph: LossGraph, config: Config) -> State:
