@@ -21,6 +21,7 @@ from apollo_compile.reports.values import ModelSummary
 from apollo_compile.store.plan_file import NamedPlan
 from apollo_compile.units import format_ns
 
+
 class PlacedSegment(NamedTuple):
     """A segment in the plan of one side."""
 
