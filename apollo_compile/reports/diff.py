@@ -3,8 +3,8 @@
     compare(before, after) -> Difference
 
 Either side is a report, or plans written by `APOLLO_DUMP`, which have no runs and waits. Graphs are matched by name,
-and by order among graphs of the same name; segments are matched by name within a graph. A model that is compiled twice
-in a process has other numbers of Dynamo in the names: where no graph has a match, they are left out.
+and by order among graphs of the same name; segments are matched by name within a graph. Dynamo goes on counting
+where a model is compiled again in a process: if no name is on both sides, its numbers in the names are left out.
 """
 
 from __future__ import annotations

@@ -175,12 +175,12 @@ def test_one_process_simulates_a_number_of_devices_and_leaves_the_model_as_it_wa
         ({"loss_fn": torch.Tensor.retain_grad}, "the loss is None: expected a tensor of one element"),
         ({"loss_fn": lambda output: output.detach().sum()}, "the loss has no graph"),
         ({"batch": torch.randn(0, 4)}, "the batch has no tensor with samples"),
-        ({"modules": ["0.list"]}, "module '0.list' was not called, or returned no tensors"),
+        ({"modules": ["0.list"]}, "module '0.list' returned no tensors in the step: name modules that do"),
     ],
     ids=["no devices", "no function", "no loss", "nothing", "detached", "no samples", "not called"],
 )
 def test_what_cannot_be_deployed_is_told_in_one_process(argument: dict[str, Any], text: str) -> None:
-    """Before anything is timed."""
+    """The error comes before anything is timed."""
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].add_module("list", nn.ModuleList())
     given = {"batch": torch.randn(4, 4), "mesh": 2, "loss_fn": torch.sum, "link": Link(1e-5, 1e10), **argument}

@@ -105,7 +105,7 @@ def deploy(
         trace = trace_step(model, batch, loss_fn, _names_of(model, modules))
         called, device = {record.call.module for record in trace.records if record.outputs}, trace.device
         if idle := [name for name in modules or () if name not in called]:
-            raise DeploymentError(f"module {idle[0]!r} was not called, or returned no tensors: name modules that are")
+            raise DeploymentError(f"module {idle[0]!r} returned no tensors in the step: name modules that do")
         if link is None:
             link = measure_link(lambda each: dist.all_reduce(each, group=group), 2 * (size - 1), group, device)
         is_gpu = device.type == "cuda"
@@ -211,7 +211,7 @@ def trace_step(model: nn.Module, batch: Any, loss_fn: Callable[[Any], torch.Tens
         if not isinstance(loss := trace.run(), torch.Tensor) or loss.numel() != 1:
             raise DeploymentError(f"the loss is {getattr(loss, 'shape', loss)!r:.60}: expected a tensor of one element")
         if any(each.requires_grad for each in model.parameters()) and not loss.requires_grad:
-            raise DeploymentError("the loss has no graph: expected one of the model's output, which is not detached")
+            raise DeploymentError("the loss has no graph: expected a loss of the model's output that is not detached")
     return trace
 
 

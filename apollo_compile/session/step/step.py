@@ -286,7 +286,7 @@ class Step:
         clip = torch.nn.utils.clip_grad_norm_ if self._data_parallel is None else self._data_parallel.clip
         if self._settings.clip_grad_norm is not None:
             clip(self._model.parameters(), self._settings.clip_grad_norm)
-        if not self._has_stepped:  # state of the optimizer in a block of activations would keep all of the block
+        if self._optimizer is not None and not self._has_stepped:  # its state would keep whole blocks of activations
             torch.cuda.empty_cache()
         self._has_stepped = True
         self._step_optimizer()

@@ -31,7 +31,7 @@ def test_what_stays_what_is_shared_and_what_is_neither() -> None:
 
 
 def test_what_was_different_once_is_never_shared() -> None:
-    """What a step had apart, or `separate` named, stays apart; one micro-batch alone shares everything."""
+    """Inputs that a step had apart, or that `separate` named, stay apart; one micro-batch alone shares everything."""
     alone = InputTracker()
     see(alone, range(2), torch.ones(2), parts=1)
     assert alone.shared_inputs().shared == {FIXED, NEW, BATCH}
