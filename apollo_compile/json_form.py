@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 
 _Product = TypeVar("_Product")
 
+_hints = functools.cache(typing.get_type_hints)
+
 _MAX_INTEGER = 2**63 - 1
 
 
@@ -130,11 +132,6 @@ def _read_dataclass(kind: Any, value: Any, place: str) -> Any:
         raise ValueError(f"{place or 'it'} has no field {', '.join(sorted(missing))}")
     prefix = f"{place}." if place else ""
     return kind(**{name: _read(hints[name], item, f"{prefix}{name}") for name, item in value.items()})
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _expect(condition: bool, value: Any, expected: str, place: str) -> Any:

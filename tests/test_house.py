@@ -314,7 +314,7 @@ BUDGETS = {
     "distributed/deploy": 1_340,
     "ir": 1_800,
     "operators": 1_250,
-    "passes": 2_850,
+    "passes": 2_860,
     "planner": 3_250,
     "reports": 2_600,
     "session": 5_820,

@@ -99,9 +99,7 @@ class Candidates:
         """Return a late candidate that is to be compiled at once, given this verdict of this process."""
         if verdict is None or verdict.is_remembered:
             return None
-        return next(
-            (variant for variant, each in self._late.items() if each.is_urgent and each.is_urgent(verdict)), None
-        )
+        return next((late for late, each in self._late.items() if each.is_urgent and each.is_urgent(verdict)), None)
 
     @property
     def num_comparisons(self) -> int:

@@ -152,6 +152,8 @@ class Node:
     """Graph inputs that are sizes and that this node, its shape or its inputs' shapes depend on, ascending."""
     after: tuple[NodeId, ...] = ()
     """Nodes that must run earlier for another reason than data: random draws, mutation, side effects."""
+    is_static: bool = False
+    """A graph input that is the same tensor in every call, such as a parameter."""
     is_collective: bool = False
     """Communicates with other ranks; all ranks must do so in the same order."""
     is_alone: bool = False

@@ -74,8 +74,12 @@ _ALIGNMENT = 16
 _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
-def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device: torch.device = _CPU) -> Capture:
+def capture_graph(
+    graph_module: fx.GraphModule, *, name: str, role: Role, device: torch.device = _CPU, static: Collection[int] = ()
+) -> Capture:
     """Read `graph_module`, whose lanes are on `device`; bytes and work are for the sizes of the trace.
+
+    The inputs at the places `static` are the same tensors in every call, such as parameters.
 
     Raises:
         UnsupportedGraphError: lanes cannot run the graph; the message names the node.
@@ -115,6 +119,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
                 target=name_of(fx_node.target),
                 inputs=inputs,
                 after=order.after(fx_node, node_id, kind, ids),
+                is_static=kind is NodeKind.INPUT and node_id in static,
                 is_collective=runs_collective,
                 is_alone=resizes_storage(fx_node),
                 keeps_order=kind is NodeKind.COMPUTE and (draws(fx_node) or has_effect(fx_node)),

@@ -13,9 +13,12 @@ its inputs at its end: these segments run after all earlier users of the value, 
 Segments that are `ordered`, such as those that draw random numbers, run after all `ordered` segments of earlier calls,
 and segments with collectives one after the other, in the order of their calls.
 
-Guarantees: every call has one instance of each of its segments, with the dependencies of its own graph; segments are in
-the order of the calls, but those of the phase UPDATE right behind the last segment that they wait for; a name stands
-for one value at a time, that of the latest call that made it or wrote to it.
+A segment that an earlier call has run on the same values is not run again: later micro-batches take the casts of
+weights that the first one made.
+
+Guarantees: every call has one instance of each of its segments, its own or an earlier call's, with the dependencies of
+its own graph; segments are in the order of the calls, but those of the phase UPDATE right behind the last segment that
+they wait for; a name stands for one value at a time, that of the latest call that made it or wrote to it.
 """
 
 from __future__ import annotations
@@ -92,6 +95,8 @@ class _Linker:
         """Segments that take a value, since the last call that wrote to it."""
         self._writers: dict[BufferId, list[SegmentId]] = {}
         """Segments that take a value in the last call that wrote to it."""
+        self._instance_of: dict[tuple[int, SegmentId, tuple[BufferId, ...]], SegmentId] = {}
+        """Instances of segments that compute the same again from the same values, by graph, segment and values."""
         self._last_ordered: list[SegmentId] = []
         """Ordered segments of the latest call that has any."""
         self._last_collective: list[SegmentId] = []
@@ -105,15 +110,26 @@ class _Linker:
         """Add the segments of one call."""
         graph = self._graphs[call.graph]
         _check_arity(call, graph)
-        first = len(self._segments)
-        buffers = self._place_buffers(call, graph, first)
+        buffers = self._take_inputs(call, graph)
+        names = {buffer: value for value, buffer in zip(call.makes, graph.outputs, strict=True) if value is not None}
         written = {self._buffer_of[name] for name in call.writes}
+        changed = written | self._writers.keys()
         ordered = frozenset(self._ordered.get(call.graph, ()))
         users: dict[BufferId, list[SegmentId]] = {}
+        instances: list[SegmentId] = []
         for segment in graph.segments:
-            own = SegmentId(first + segment.id)
+            own = SegmentId(len(self._segments))
             taken = tuple(buffers[buffer] for buffer in segment.inputs)
-            after = {SegmentId(first + other) for other in segment.after}
+            is_repeated = not (segment.id in ordered or segment.has_collective or changed & {*taken})
+            known = self._instance_of.setdefault((call.graph, segment.id, taken), own) if is_repeated else own
+            instances.append(known)
+            if known != own:
+                buffers.update(zip(segment.outputs, self._segments[known].outputs, strict=True))
+                continue
+            for buffer in segment.outputs:
+                name = names.get(buffer) or f"{graph.buffers[buffer].name}{call.label}"
+                buffers[buffer] = self._new_buffer(name, own, graph.buffers[buffer].num_bytes)
+            after = {instances[other] for other in segment.after}
             for buffer in dict.fromkeys(taken):
                 users.setdefault(buffer, []).append(own)
                 after.update(self._writers.get(buffer, ()))
@@ -137,13 +153,16 @@ class _Linker:
                     after=tuple(sorted(after)),
                 )
             )
+        for made, returned in zip(call.makes, graph.outputs, strict=True):
+            if made is not None and returned is not None:
+                self._name(made, buffers[returned])  # an input that the graph passes through then has two names
         for buffer, own_users in users.items():
             if buffer in written:
                 self._writers[buffer], self._users[buffer] = own_users, []
             else:
                 self._users.setdefault(buffer, []).extend(own_users)
         if ordered:
-            self._last_ordered = [SegmentId(first + segment) for segment in ordered]
+            self._last_ordered = [instances[segment] for segment in ordered]
 
     def finish(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> SegmentGraph:
         """Return the graph of the step."""
@@ -184,20 +203,12 @@ class _Linker:
             behind.append(max(before, default=0) if segment.phase is Phase.UPDATE else segment.id)
         return sorted((segment.id for segment in self._segments), key=lambda each: (behind[each], each))
 
-    def _place_buffers(self, call: Call, graph: SegmentGraph, first: int) -> Mapping[BufferId, BufferId]:
-        """Return the buffer of the step for every buffer of a call's graph."""
+    def _take_inputs(self, call: Call, graph: SegmentGraph) -> dict[BufferId, BufferId]:
+        """Return the buffer of the step for every input of a call's graph."""
         placed: dict[BufferId, BufferId] = {}
         for taken, known in zip(call.takes, graph.inputs, strict=True):
             placed[known] = self._lookup(taken, f"{graph.name} takes")
             self._grow(placed[known], graph.buffers[known].num_bytes)
-        names = {buffer: value for value, buffer in zip(call.makes, graph.outputs, strict=True) if value is not None}
-        for buffer in graph.buffers:
-            if buffer.producer is not None:
-                value = names.get(buffer.id) or f"{buffer.name}{call.label}"
-                placed[buffer.id] = self._new_buffer(value, SegmentId(first + buffer.producer), buffer.num_bytes)
-        for made, returned in zip(call.makes, graph.outputs, strict=True):
-            if made is not None and returned is not None:
-                self._name(made, placed[returned])  # an input that the graph passes through then has two names
         return placed
 
     def _new_buffer(self, name: str, producer: SegmentId | None, num_bytes: int) -> BufferId:

@@ -229,9 +229,7 @@ class _Network:
             if cut.after is not None:
                 surplus[cut.after] -= scaled
             for task, factors in self.terms(cut):
-                charges[task] = [
-                    charge + weight * factor for charge, factor in zip(charges[task], factors, strict=True)
-                ]
+                charges[task] = [old + weight * factor for old, factor in zip(charges[task], factors, strict=True)]
         for task, left in enumerate(surplus):
             into_end += max(0, left)
             constant += left * self.tails_with[task] if left > 0 else -left * self.heads[task]

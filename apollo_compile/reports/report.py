@@ -72,9 +72,7 @@ class Report(ModelSummary):
         except OSError as error:
             raise ReportFileError(f"cannot read the report {path}: {error.strerror or error}") from error
         except ValueError as error:
-            raise ReportFileError(
-                f"not a report: {path}: {error}; expected a file written by Report.to_json"
-            ) from error
+            raise ReportFileError(f"not a report: {path}: {error}; expected a file of Report.to_json") from error
 
     def to_html(self) -> str:
         """Return a self-contained HTML page: it needs no network and no other file."""

@@ -28,11 +28,9 @@ CompilePlainly = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 """Compiles a Dynamo graph as torch.compile does."""
 
 
-def reason_against_capture(
-    model: CompiledModel, graph_module: fx.GraphModule, example_inputs: Sequence[Any]
-) -> str | None:
+def reason_against_capture(model: CompiledModel, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """Return why no CUDA graph of ours may run a Dynamo graph; None if one may."""
-    device, unsafe = model.target.device, find_uncapturable(graph_module)
+    device, unsafe = model.target.device, find_uncapturable(graph)
     tensors = [item for item in example_inputs if isinstance(item, torch.Tensor)]
     elsewhere = {item.device for item in tensors} - {device}
     if not model.ranks.is_alone:

@@ -134,7 +134,7 @@ class GraphCompiler:
         made: tuple[Run, Bundle | None] | Fallback
         try:
             traced = take_graph(graph_module, example_inputs, kwargs)
-            made = self._compile_in_segments(traced, name=name, role=role)
+            made = self._compile_segments(traced, name=name, role=role)
         except RankError:  # a fallback would run other code than the other ranks
             raise
         except UnsupportedGraphError as error:
@@ -169,9 +169,7 @@ class GraphCompiler:
             return _failing_run(failure), None  # it compiles with the forward, and may never be called
         return run, partial(restorer.bundle_fallback, role, fallback, run)
 
-    def _compile_in_segments(
-        self, traced: TracedGraph, *, name: str, role: Role
-    ) -> tuple[Run, Bundle | None] | Fallback:
+    def _compile_segments(self, traced: TracedGraph, *, name: str, role: Role) -> tuple[Run, Bundle | None] | Fallback:
         """Plan a graph, and compile its bodies if the plan may gain.
 
         Raises:
@@ -189,6 +187,7 @@ class GraphCompiler:
             profile=target.profile,
             config=_first_config(config, target),
             device=target.device,
+            static=traced.contract.static_inputs,
             agreement=agreement,
             recall=model.warm_start.recall,
         )

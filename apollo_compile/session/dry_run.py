@@ -114,11 +114,12 @@ class DryRun:
         subject = graph_name if role is Role.BACKWARD else dynamo_name
         try:
             adopt_layouts(graph_module, example_inputs)
-            self.contracts[graph_name] = Contract(
-                written_inputs=written_inputs(graph_module), user_outputs=user_outputs(graph_module)
-            )
+            written_to, returned = written_inputs(graph_module), user_outputs(graph_module)
+            self.contracts[graph_name] = Contract(written_inputs=written_to, user_outputs=returned)
             apart = with_tensors_apart(graph_module)
-            compilation = plan_graph(apart, name=graph_name, role=role, profile=self.profile, config=self.config)
+            static = kwargs.get("static_input_idxs") or ()
+            plan = partial(plan_graph, profile=self.profile, config=self.config, static=static)
+            compilation = plan(apart, name=graph_name, role=role)
         except UnsupportedGraphError as error:
             self.fallbacks.append((subject, str(error)))
         except Exception as error:  # the backend would fall back, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ def plan_graph(
     profile: DeviceProfile,
     config: Config,
     device: torch.device = _CPU,
+    static: Collection[int] = (),
     agreement: Agreement | None = None,
     recall: Callable[[Capture, Partition], Finding | None] = lambda capture, partition: None,
 ) -> Compilation:
@@ -86,6 +87,7 @@ def plan_graph(
         name=name,
         role=role,
         device=device,
+        static=static,
         check=check.check_capture,
         text=text.format_capture,
     )

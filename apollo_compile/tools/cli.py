@@ -151,13 +151,9 @@ def _parser() -> argparse.ArgumentParser:
         help="bfloat16: forward and loss under torch.autocast; default: float32",
     )
     bench.add_argument("--inference", action="store_true", help="measure forwards without gradients instead of steps")
-    bench.add_argument(
-        "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
-    )
+    bench.add_argument("--warm-cache", action="store_true", help="use the user's Inductor cache; no first step is cold")
 
-    calibrate = _command(
-        commands, "calibrate", _calibrate, "measure the cores of this machine and save its device profile"
-    )
+    calibrate = _command(commands, "calibrate", _calibrate, "measure this machine's cores and save its device profile")
     calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
     calibrate.add_argument("--rounds", type=positive, help="rounds over everything; default: 100")
     calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
@@ -168,9 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 
     difference = _command(commands, "plan-diff", _plan_diff, "compare two plans")
     for name in ("before", "after"):
-        difference.add_argument(
-            name, type=Path, help="a saved report (.json), a plan.json, or an APOLLO_DUMP directory"
-        )
+        difference.add_argument(name, type=Path, help="a saved report (.json), a plan.json, or a folder of APOLLO_DUMP")
     difference.add_argument("--exit-code", action="store_true", help="exit with 1 if the plans differ")
 
     pipelines = commands.add_parser("pipeline", help="pipelines over several devices, with encoders in their bubbles")
@@ -244,7 +238,7 @@ def _devices(text: str) -> tuple[str, tuple[int, ...]]:
     name, _, counts = text.rpartition(":")
     if not name:
         raise argparse.ArgumentTypeError(f"expected NAME:N,N, as in h100:1,2,4,8, got {text!r}")
-    return name, _counts(counts)
+    return name, tuple(positive(part) for part in counts.split(","))
 
 
 def _link(text: str) -> Link:
@@ -253,10 +247,6 @@ def _link(text: str) -> Link:
         return Link(latency, bandwidth)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected SECONDS,BYTES, as in 10e-6,360e9, got {text!r}: {error}") from error
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))
 
 
 # ---------------------------------------------------------------------------------------------------------- commands

@@ -16,7 +16,7 @@ from apollo_compile.reports.outlook import planned_state
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
-from apollo_compile.session.step.arguments import check_arguments
+from apollo_compile.session.step.arguments import check_arguments, with_casts_apart
 from apollo_compile.session.step.loss import LossFunction
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.split import split_evenly
@@ -59,7 +59,7 @@ def explain_step(
     """
     loss_fn = own_loss if loss_fn is None else loss_fn
     check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
-    config = load_config(options)
+    config = load_config(with_casts_apart(options, microbatches))
     parts = (split or split_evenly)(batch, microbatches)
     try:
         compilation = predict_step(

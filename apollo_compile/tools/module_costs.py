@@ -133,9 +133,7 @@ class _Dimension:
 
 def _find_dimensions(call: Arguments, sizes: Mapping[str, Place]) -> dict[str, _Dimension]:
     if not 1 <= len(sizes) <= MAX_SIZES:
-        raise TargetError(
-            f"got {len(sizes)} sizes: expected 1 to {MAX_SIZES}, as in sizes={{'tokens': ('input_ids', 1)}}"
-        )
+        raise TargetError(f"{len(sizes)} sizes: expected 1 to {MAX_SIZES}, as in sizes={{'tokens': ('input_ids', 1)}}")
     args, kwargs = call
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     found: dict[str, _Dimension] = {}
@@ -149,9 +147,7 @@ def _find_dimensions(call: Arguments, sizes: Mapping[str, Place]) -> dict[str, _
             )
         number = value.shape[dimension]
         if number < 2:
-            raise TargetError(
-                f"size {name!r} is {number} in the example: expected at least 2, since torch fixes 0 and 1"
-            )
+            raise TargetError(f"size {name!r} is {number} in the example: expected at least 2, as torch fixes 0 and 1")
         same = tuple((each, d) for each in inputs for d in range(each.dim()) if each.shape[d] == number)
         found[name] = _Dimension(value, dimension, number, same)
     numbers = Counter(each.value for each in found.values())
@@ -264,9 +260,7 @@ class _Tables:
         self._samples = samples
         self._example = {name: each.value for name, each in traced.dimensions.items()}
         self._expressions = {name: _linear(name, traced.symbols[name]) for name in self._example}
-        self._owners = [
-            [owner_of(segment.module, names) for segment in g.partition.graph.segments] for g in self._graphs
-        ]
+        self._owners = [[owner_of(each.module, names) for each in g.partition.graph.segments] for g in self._graphs]
         self._compute = functools.cache(self._predict_batch)
 
     def tabulate(self, module: str) -> ModuleTable:

@@ -143,9 +143,7 @@ def _compute(number: Any, positions: Mapping[Any, int], values: Sequence[Any]) -
         compute = sympy.lambdify(list(positions), expr, modules=[names_in_code], printer=PythonPrinter, cse=False)
         is_right = compute(*(values[position].node.hint for position in positions.values())) == number.node.hint
     except Exception as error:
-        raise UnsupportedGraphError(
-            f"the graph returns the number {expr}, which Python cannot compute: {error}"
-        ) from error
+        raise UnsupportedGraphError(f"the graph returns {expr}, which Python cannot compute: {error}") from error
     if not is_right:
         raise UnsupportedGraphError(f"the graph returns the number {expr}, which Python computes otherwise than torch")
     return compute  # type: ignore[no-any-return]

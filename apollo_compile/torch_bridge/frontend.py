@@ -82,9 +82,7 @@ def compile_with_inductor(
 
     def compile_behind_passes(*args: Any, **kwargs: Any) -> Any:
         with (
-            inductor_config.patch(
-                {**settings, "joint_custom_pre_pass": users}
-            ),  # parts of the keys of Inductor's cache
+            inductor_config.patch({**settings, "joint_custom_pre_pass": users}),  # parts of keys of Inductor's cache
             torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),
         ):

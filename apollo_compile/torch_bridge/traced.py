@@ -45,9 +45,7 @@ class TracedGraph:
     def sized(self) -> tuple[int, ...]:
         """Positions of the input tensors whose sizes change from call to call."""
         values = (node.meta["val"] for node in self.whole.graph.find_nodes(op="placeholder"))
-        return tuple(
-            place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and has_sizes(value)
-        )
+        return tuple(place for place, each in enumerate(values) if isinstance(each, torch.Tensor) and has_sizes(each))
 
 
 def take_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedGraph:

@@ -120,11 +120,11 @@ def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(see
 
     buffer_of = dict(zip([*inputs, *outputs], [*step.inputs, *step.outputs], strict=True))
     writes: dict[int, list[BufferId]] = {}
-    first = 0
+    place = {segment.name: segment.id for segment in step.segments}
     for call in calls:
-        for writer, _, name in writers(graphs[call.graph], call):
-            writes.setdefault(first + writer, []).append(buffer_of[name])
-        first += len(graphs[call.graph].segments)
+        made = graphs[call.graph]
+        for writer, _, name in writers(made, call):
+            writes.setdefault(place[f"{made.segments[writer].name}{call.label}"], []).append(buffer_of[name])
     for _ in range(4):
         memory = run_in_any_order(rng, step, {buffer_of[name]: given[name] for name in inputs}, writes)
         assert {name: memory[buffer_of[name]] for name in outputs} == {name: expected[name] for name in outputs}
@@ -160,8 +160,10 @@ def test_micro_batches_depend_on_each_other_only_where_something_is_written() ->
 def test_segments_that_draw_random_numbers_or_communicate_keep_the_order_of_the_calls() -> None:
     """The second call draws after the first one has; ranks agree on collectives, which share no value."""
     made = graph((), (0,), (0,))
-    calls = [Call(graph=0, label=f"@{n}", phase=Phase.FORWARD, takes=("x",), makes=(f"a{n}", f"b{n}")) for n in (0, 1)]
-    step = compose_step("step", [made], calls, inputs=["x"], outputs=["a1"], ordered={0: {SegmentId(1)}})
+    calls = [
+        Call(graph=0, label=f"@{n}", phase=Phase.FORWARD, takes=(f"x{n}",), makes=(f"a{n}", f"b{n}")) for n in (0, 1)
+    ]
+    step = compose_step("step", [made], calls, inputs=["x0", "x1"], outputs=["a1"], ordered={0: {SegmentId(1)}})
     assert step.segments[4].after == (SegmentId(1),)
     assert [segment.body for segment in step.segments] == 2 * [0, 1, 2]
     assert [segment.name for segment in step.segments] == ["m0@0", "m1@0", "m2@0", "m0@1", "m1@1", "m2@1"]
@@ -169,6 +171,18 @@ def test_segments_that_draw_random_numbers_or_communicate_keep_the_order_of_the_
     calls = [Call(graph=0, label=f"@{n}", phase=Phase.UPDATE, takes=("x",), makes=(f"y{n}",)) for n in range(3)]
     step = compose_step("step", [made], calls, inputs=["x"], outputs=["y0", "y1", "y2"])
     assert [each.after for each in step.segments] == [(), (0,), (1,)]
+
+
+@pytest.mark.parametrize(("writes", "ordered", "count"), [("", {}, 2), ("x", {}, 4), ("", {0: {SegmentId(0)}}, 4)])
+def test_segments_run_again_only_where_they_may_make_something_else(
+    writes: str, ordered: dict[int, set[SegmentId]], count: int
+) -> None:
+    """Two calls take the same value: one result has both names, unless it is written to, or the segments draw."""
+    call = Call(graph=0, label="", phase=Phase.FORWARD, takes=("x",), makes=(), writes=frozenset(writes))
+    calls = [replace(call, label=f"@{n}", makes=(f"y{n}",)) for n in (0, 1)]
+    step = compose_step("step", [graph((), (0,))], calls, inputs=["x"], outputs=["y0", "y1"], ordered=ordered)
+    assert len(step.segments) == count
+    assert (step.outputs[0] == step.outputs[1]) == (count == 2)
 
 
 @pytest.mark.parametrize(

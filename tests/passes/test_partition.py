@@ -23,7 +23,7 @@ from apollo_compile.torch_bridge.bodies import extract_body
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.layouts import report_output_strides
 from benchmarks.workloads.gpu import build_gpu_workload
-from tests.end_to_end.models import Tower, TwoTowers
+from tests.end_to_end.models import Tower, TwoTowers, two_tower_inputs
 from tests.end_to_end.step_cases.models import Wrapped
 from tests.end_to_end.test_whole_step_functions import by_backward
 from tests.failures import raising
@@ -46,6 +46,7 @@ class Recorded:
     graph_module: fx.GraphModule
     role: ir.Role
     inputs: list[torch.Tensor] = field(default_factory=list)
+    static: frozenset[int] = frozenset()
     _boxed_call: bool = True
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -58,7 +59,8 @@ class Recorded:
     @functools.cached_property
     def captured(self) -> ir.Capture:
         """The graph as plain data, checked."""
-        made = capture_graph(self.graph_module, name=f"test_{self.role}", role=self.role)
+        name = f"test_{self.role}"
+        made = capture_graph(self.graph_module, name=name, role=self.role, static=self.static)
         check_capture(made)
         return made
 
@@ -95,7 +97,7 @@ def record(
     def inner_compile(graph_module: fx.GraphModule, _: Any, **kwargs: Any) -> tuple[Recorded, None]:
         role = role_of(graph_module, kwargs)
         assert role not in graphs, "a graph break: the model does not test what it should"
-        graphs[role] = Recorded(graph_module, role)
+        graphs[role] = Recorded(graph_module, role, static=frozenset(kwargs.get("static_input_idxs") or ()))
         report_output_strides(graph_module)
         return graphs[role], None
 
@@ -719,6 +721,29 @@ def test_weight_gradients_of_micro_batches_stay_apart() -> None:
         backwards = {segment.id for segment in own if ":backward" in segment.name}
         weights = [segment for segment in own if ":weights" in segment.name]
         assert len(weights) >= 2 and not any(backwards <= before[segment.id] for segment in weights)
+
+
+# ------------------------------------------------------------------------------------------------ casts of weights
+
+
+def test_casts_of_weights_are_segments_that_read_weights_only() -> None:
+    """One for every layer; unless asked for, they are part of their layer."""
+    model = TwoTowers()
+
+    def call(*inputs: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(*inputs)
+
+    recorded = record(call, two_tower_inputs())[ir.Role.FORWARD]
+    config = PartitionConfig(weight_casts="apart")
+    assert_replays(recorded, config)
+    graph = partition_graph(recorded.captured, config=config).graph
+    casts = [segment for segment in graph.segments if segment.name.endswith(":casts")]
+    parameters = [graph.inputs[place] for place in recorded.static]
+    assert len(casts) == len({segment.module for segment in casts}) >= 4
+    assert all(set(segment.inputs) <= set(parameters) for segment in casts)
+    together = partition_graph(recorded.captured, config=LAYER).graph
+    assert not any(segment.name.endswith(":casts") for segment in together.segments)
 
 
 # ------------------------------------------------------------------------------------------------ weight gradients

@@ -96,7 +96,7 @@ class Doubler(nn.Module):
         ("", (4, 6, 8), {"tokens": (0, 3)}, "size 'tokens' is dimension 3 of argument 0"),
         ("", (6, 6, 8), {"a": (0, 0), "b": (0, 1)}, r"sizes are equal in the example \(a=6, b=6\)"),
         ("", (1, 6, 8), {"a": (0, 0)}, "size 'a' is 1 in the example: expected at least 2"),
-        ("", (4, 6, 8), {}, "got 0 sizes: expected 1 to 3"),
+        ("", (4, 6, 8), {}, "0 sizes: expected 1 to 3"),
         ("", (0, 6, 8), {"a": (0, 1)}, "samples is 0: expected the number of samples"),
     ],
 )

@@ -184,9 +184,7 @@ def _check_bodies(partition: Partition, capture: Capture) -> None:
             fail("partition", f"expected id {index}, got {body.id}", at)
         external = _external_values(capture, body.nodes)
         if len(set(body.inputs)) != len(body.inputs) or set(body.inputs) != external:
-            fail(
-                "partition", f"the body reads values {sorted(external)} from outside, its inputs are {body.inputs}", at
-            )
+            fail("partition", f"the body reads {sorted(external)} from outside, its inputs are {body.inputs}", at)
         if not set(body.outputs) <= set(body.nodes):
             fail("partition", f"outputs {body.outputs} must be among its nodes", at)
         if body.name not in {segment.name for segment in graph.segments if segment.body == index}:
@@ -212,9 +210,7 @@ def _check_values(partition: Partition, capture: Capture) -> None:
     graph = partition.graph
     inputs = [node.id for node in capture.nodes if node.kind is NodeKind.INPUT]
     if len(inputs) != len(graph.inputs):
-        fail(
-            "partition", f"the graph takes {len(inputs)} values, got {len(graph.inputs)} buffers", f"graph {graph.name}"
-        )
+        fail("partition", f"it takes {len(inputs)} values, got {len(graph.inputs)} buffers", f"graph {graph.name}")
     value_of = dict(zip(graph.inputs, inputs, strict=True))
     for segment in graph.segments:
         body = partition.bodies[segment.body]

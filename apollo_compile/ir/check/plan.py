@@ -35,9 +35,7 @@ def check_plan(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
     everything = set(plan.lanes[0].units)
     for lane in plan.lanes:
         if list(lane.units) != sorted(set(lane.units)) or not set(lane.units) <= everything:
-            fail(
-                "plan", f"units must ascend and be among those of lane 0, got {lane.units}", f"{where}, lane {lane.id}"
-            )
+            fail("plan", f"units must ascend and be some of lane 0's, got {lane.units}", f"{where}, lane {lane.id}")
     for assignment in plan.assignments:
         at = at_segment(graph, assignment.segment)
         if not 0 <= assignment.lane < len(plan.lanes):

@@ -95,12 +95,10 @@ def check_program(program: Program, graph: SegmentGraph, plan: Plan, syncs: Sync
     expected = closure(direct_order(plan, syncs), [assignment.segment for assignment in plan.in_start_order()])
     for segment in graph.segments:
         if before[segment.id] != expected[segment.id]:
-            wrong = [
-                other.id for other in graph.segments if (before[segment.id] ^ expected[segment.id]) >> other.id & 1
-            ]
+            bad = [other.id for other in graph.segments if (before[segment.id] ^ expected[segment.id]) >> other.id & 1]
             fail(
                 "program",
-                f"its order against segments {wrong} is not that of the sync plan",
+                f"its order against segments {bad} is not that of the sync plan",
                 at_segment(graph, segment.id),
             )
     communicating = [segment.id for segment in graph.segments if segment.has_collective]

@@ -35,6 +35,9 @@ delay the layers after it; as a segment of their own (`layers.3:weights`) they f
 leaves idle, even in a model with a single tower. The price is a segment boundary that fusion does not cross, so with
 `weight_gradients` at "auto" both partitions are made, and the caller, who knows the device, selects the better one.
 
+Under autocast, a forward casts the weights of its matmuls. With `weight_casts` at "apart", those of a layer are a
+segment of their own (`layers.3:casts`), which a step of several micro-batches runs once.
+
 In a backward graph, sums of the gradients of a layer that is called several times are its updates
 (`layers.3:update`).
 
@@ -60,9 +63,11 @@ from apollo_compile.cost_model.fusion import segment_needs
 from apollo_compile.ir import Capture, Partition, Role, Segment, SegmentGraph
 from apollo_compile.passes.partition.clusters import find_clusters, weight_of
 from apollo_compile.passes.partition.labels import (
+    CASTS,
     PLACES,
     UPDATE,
     find_ends,
+    find_weight_casts,
     find_weight_gradients,
     group_apart,
     group_by_level,
@@ -131,6 +136,10 @@ def _cut(capture: Capture, config: PartitionConfig, *, separates_weight_gradient
         # micro-batches of a step stay apart
         sides = groups if capture.role is Role.STEP else group_apart(clusters, labels, is_apart)
         groups = number((side,) if apart else group for side, group, apart in zip(sides, groups, is_apart, strict=True))
+    if config.weight_casts == "apart" and named and capture.role is Role.FORWARD:
+        is_cast = find_weight_casts(capture, clusters)
+        labels = [label + CASTS * cast for label, cast in zip(labels, is_cast, strict=True)]
+        groups = number((label,) if cast else group for label, group, cast in zip(labels, groups, is_cast, strict=True))
     pieces = Pieces(clusters, groups, labels, weight)
     contract(pieces, config, named=named)
     join_ends(pieces, config)

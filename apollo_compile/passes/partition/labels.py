@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from apollo_compile.ir import Capture, KernelKind, Role
+from apollo_compile.ir import Capture, KernelKind, Node, Role
 from apollo_compile.passes.partition.clusters import Clusters
 
 PLACES = ("pre", "mid", "post")
@@ -13,6 +13,10 @@ PLACES = ("pre", "mid", "post")
 
 UPDATE = ":update"
 """Suffix of the labels of operations on the gradients of a layer."""
+
+
+CASTS = ":casts"
+"""Suffix of the labels of casts of a layer's weights."""
 
 
 def layer_of(module: str) -> str:
@@ -54,10 +58,8 @@ def label_updates(clusters: Clusters, labels: list[str]) -> tuple[list[str], lis
         not label and not awaited and follows and len(only) == 1
         for label, awaited, follows, only in zip(labels, is_awaited, follows_backward, layers, strict=True)
     ]
-    updated = [
-        f"{min(only)}{UPDATE}" if each else label for label, each, only in zip(labels, found, layers, strict=True)
-    ]
-    return updated, found
+    named = [f"{min(only)}{UPDATE}" if each else label for label, each, only in zip(labels, found, layers, strict=True)]
+    return named, found
 
 
 def find_ends(clusters: Clusters, weight: list[float], limit: float) -> list[bool]:
@@ -176,6 +178,17 @@ def group_by_level(clusters: Clusters, labels: list[str], is_update: list[bool],
 def _keys(clusters: Clusters, labels: list[str]) -> list[Hashable]:
     """Return the labels, distinct for forward and backward."""
     return list(zip(labels, clusters.are_backward, strict=True))
+
+
+def find_weight_casts(capture: Capture, clusters: Clusters) -> list[bool]:
+    """Return for every cluster whether it casts a parameter to fewer bytes, as autocast does for matmuls."""
+    nodes = capture.nodes
+
+    def is_cast(node: Node) -> bool:
+        static = [nodes[value] for value in node.inputs if nodes[value].is_static]
+        return node.target == "prims.convert_element_type.default" and any(node.num_bytes < x.num_bytes for x in static)
+
+    return [is_cast(nodes[members[0]]) for members in clusters.members]
 
 
 # ------------------------------------------------------------------------------------------------ weight gradients

@@ -9,6 +9,7 @@ from functools import partial
 
 from apollo_compile.config import PartitionConfig
 from apollo_compile.passes.partition.clusters import Clusters
+from apollo_compile.passes.partition.labels import CASTS
 
 LAUNCH = 2**20
 """Weight of a piece whose work takes about as long as the launch of a segment."""
@@ -33,7 +34,8 @@ class Pieces:
         self.label = [""] * count
         self.calls: list[set[str]] = [set() for _ in range(count)]
         """Labels of all clusters of every piece."""
-        self.is_alone = [False] * count
+        self.apart = [(False, False)] * count
+        """Whether nodes must be alone, and whether they are casts of weights; others never join them."""
         self.may_join = [True] * count
         self.draws = [False] * count
         self.weight = [0.0] * count
@@ -43,8 +45,8 @@ class Pieces:
             self.clusters[group].append(cluster)
             self.label[group] = labels[cluster]
             self.calls[group].add(labels[cluster])
-            self.is_alone[group] = clusters.are_alone[cluster]
-            self.may_join[group] &= clusters.may_join[cluster]
+            self.apart[group] = clusters.are_alone[cluster], labels[cluster].endswith(CASTS)
+            self.may_join[group] &= clusters.may_join[cluster] and not labels[cluster].endswith(CASTS)
             self.draws[group] |= clusters.draw[cluster]
             self.weight[group] += weight[cluster]
             for other in clusters.predecessors[cluster]:
@@ -200,7 +202,7 @@ def _apply(pieces: Pieces, rule: Callable[[int, int], bool]) -> bool:
         successors = sorted(pieces.successors[u])
         while successors:
             v = successors.pop(0)
-            if v in pieces.successors[u] and pieces.is_alone[u] == pieces.is_alone[v] and rule(u, v):
+            if v in pieces.successors[u] and pieces.apart[u] == pieces.apart[v] and rule(u, v):
                 pieces.merge(u, v)
                 changed = True
                 successors = sorted(pieces.successors[u])

@@ -24,7 +24,7 @@ from apollo_compile.ir import (
     SegmentId,
 )
 from apollo_compile.passes.partition.clusters import Clusters, weight_of
-from apollo_compile.passes.partition.labels import UPDATE, layer_of
+from apollo_compile.passes.partition.labels import CASTS, UPDATE, layer_of
 from apollo_compile.passes.partition.pieces import FIRST, LAST, Pieces
 
 
@@ -177,7 +177,7 @@ def _name(
             weight_by_side[layer, capture.nodes[node].is_backward] += 1 + weight_of(capture.nodes[node].work)
     if weight_by_side and label not in (FIRST, LAST):
         module, is_backward = max(weight_by_side, key=lambda side: weight_by_side[side])
-        suffix = ":weights" if is_weights else ":backward" if is_backward else ""
+        suffix = CASTS * label.endswith(CASTS) or (":weights" if is_weights else ":backward" if is_backward else "")
         return module, names.unique(module + suffix), Phase.BACKWARD if is_backward else Phase.FORWARD
     if label.endswith(UPDATE):
         return label.removesuffix(UPDATE), names.unique(label), Phase.UPDATE

@@ -54,6 +54,11 @@ def check_arguments(
         raise ConfigError(f"clip_grad_norm is {clip_grad_norm!r}; expected a norm above 0, or None")
 
 
+def with_casts_apart(options: Mapping[str, Any] | None, microbatches: int) -> dict[str, Any]:
+    """Return options with which several micro-batches cast weights once, unless they say otherwise."""
+    return {"partition.weight_casts": "apart" if microbatches > 1 else "together", **(options or {})}
+
+
 def _check_optimizer(optimizer: object) -> None:
     """Check that an optimizer can be stepped; wrappers of frameworks count too.
 

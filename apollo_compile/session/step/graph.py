@@ -280,15 +280,15 @@ class _Wiring:
         if optimizer is None and limit is None:
             return
         for group in self._groups:
-            update = self._add_graph(
+            apply = self._add_graph(
                 segments.update_parameters(group, parameters, optimizer, is_clipped=limit is not None)
             )
             owners = [] if optimizer is None else [self._name_of_stored(place) for place in group.sizes]
             taken = [*owners, *(self.gradients[place] for place in group.sizes), *factor]
             if limit is None:
-                self._call(update, taken, [], writes=owners)
+                self._call(apply, taken, [], writes=owners)
             else:
-                self._replace_gradients(group, update, taken, writes=owners)
+                self._replace_gradients(group, apply, taken, writes=owners)
 
     def _add_micro_batch(self, part: int) -> dict[int, str]:
         """Add one forward and backward; return the names of the gradients by place."""
@@ -402,7 +402,5 @@ def _add_collectives(observed: Observations, graph: SegmentGraph, averages: Aver
             )
             num_bytes = max(takes, makes)  # where one of them is of shards, it is the other that moves
             median_ns = averages.duration_ns(num_bytes)
-            entries += [
-                Observation(body=segment.body, units=count, count=1, median_ns=median_ns) for count in (0, units)
-            ]
+            entries += [Observation(body=segment.body, units=each, count=1, median_ns=median_ns) for each in (0, units)]
     return Observations(entries=tuple(sorted(entries, key=lambda entry: (entry.body, entry.units))))

@@ -159,9 +159,7 @@ class StepProgram:
         return [
             place
             for place in self._shared
-            if any(
-                each[place] is not first[place] and each[place].data_ptr() != first[place].data_ptr() for each in others
-            )
+            if any(x[place] is not first[place] and x[place].data_ptr() != first[place].data_ptr() for x in others)
         ]
 
     def run(

@@ -34,7 +34,7 @@ from apollo_compile.errors import CaptureError, NotReplayedError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.reports.words import describe_state
-from apollo_compile.session.step.arguments import StepSettings
+from apollo_compile.session.step.arguments import StepSettings, with_casts_apart
 from apollo_compile.session.step.collectives import DataParallel, called_alone, find_data_parallel
 from apollo_compile.session.step.linking import Linker
 from apollo_compile.session.step.loss import CompiledLoss, LossFunction
@@ -71,7 +71,8 @@ class Step:
             data_parallel=self._data_parallel,
             config=self.config,
         )
-        self._loss = CompiledLoss(called, loss_fn, settings.options, found if isinstance(found, str) else "")
+        options = with_casts_apart(settings.options, settings.microbatches)
+        self._loss = CompiledLoss(called, loss_fn, options, found if isinstance(found, str) else "")
         self._has_stepped = False
         """Whether a loop has stepped the optimizer."""
         self._num_steps = 0

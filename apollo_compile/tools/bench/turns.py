@@ -71,13 +71,10 @@ def measure(
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="apollo-bench-")))
-        chosen = [_forgetful(variant) if cold and variant.backend == "apollo" else variant for variant in variants]
+        options = {"plan.remember": False} if cold else {}
+        chosen = [replace(v, options={**options, **v.options}) if v.backend == "apollo" else v for v in variants]
         children = {variant.name: stack.enter_context(spawn(task, variant, folder, cold=cold)) for variant in chosen}
         return measure_children(task, children, rounds=rounds, steps_per_turn=steps_per_turn, progress=progress)
-
-
-def _forgetful(variant: MeasuredVariant) -> MeasuredVariant:
-    return replace(variant, options={"plan.remember": False, **variant.options})
 
 
 def measure_children(

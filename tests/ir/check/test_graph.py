@@ -122,7 +122,7 @@ def with_nodes_by_segment(*segments: tuple[int, ...]) -> ir.Partition:
         (with_buffer(2, is_output=True), "is_output is True"),
         (with_buffer(3, is_output=False), "is_output is False"),
         (with_buffer(1, readers=(ir.SegmentId(1),)), "names readers"),
-        (with_body(2, inputs=(ir.NodeId(1),)), "reads values .* from outside"),
+        (with_body(2, inputs=(ir.NodeId(1),)), "reads .* from outside"),
         (with_body(2, outputs=(ir.NodeId(3),)), "must be among its nodes"),
         (with_body(2, name="other"), "name of the first segment"),
         (with_body(1, outputs=(ir.NodeId(2),)), "its nodes read values"),

@@ -132,9 +132,7 @@ def check_apart(
         found = _run_apart(ordinal, limit_s, command)
         if found.fingerprint != fingerprint:
             seen = f"it saw {found.fingerprint.device}, {found.fingerprint.driver}, torch {found.fingerprint.torch}"
-            raise _ProcessError(
-                f"{seen}; this process has {fingerprint.device}: CUDA_VISIBLE_DEVICES changed meanwhile"
-            )
+            raise _ProcessError(f"{seen}; this process has {fingerprint.device}: CUDA_VISIBLE_DEVICES changed since")
         return found
     except _ProcessError as error:
         problem = CheckResult(subject="self-check", level=Level.ERROR, message=str(error))

@@ -144,12 +144,10 @@ class Capturer:
         for lane, num_bytes in found.items():
             if quota is not None and num_bytes > quota:
                 segments = segments_by_lane(self.program)[lane]
-                largest = max(
-                    segments, key=lambda s: sum(graph.buffers[b].num_bytes for b in graph.segments[s].outputs)
-                )
+                chosen = max(segments, key=lambda s: sum(graph.buffers[b].num_bytes for b in graph.segments[s].outputs))
                 raise MemoryQuotaError(
                     f"lane {lane} of {graph.name} took {format_bytes(num_bytes)} for {len(segments)} segments; it may "
-                    f"take {format_bytes(quota)}; most of it is kept for {graph.segments[largest].name}: raise "
+                    f"take {format_bytes(quota)}; most of it is kept for {graph.segments[chosen].name}: raise "
                     "'device.lane_memory_quota', or cut the graph with 'partition.max_segment_share'"
                 )
         return found
