@@ -188,6 +188,44 @@ def test_what_cannot_be_deployed_is_told_in_one_process(argument: dict[str, Any]
         apollo_compile.deploy(model, **given)
 
 
+class Centers(nn.Module):
+    """Subtracts the mean of the samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Counts(nn.Module):
+    """Divides by the number of samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / len(x)
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_equal", "sizes"),
+    [
+        ([nn.Dropout(0.5), nn.LayerNorm(work.WIDTH)], False, [1, 2, 4]),
+        ([Centers()], False, [1]),
+        ([nn.Dropout(0.5), Centers()], False, [1]),
+        ([Centers()], True, [1]),
+        ([Counts()], False, [1]),
+    ],
+)
+def test_a_module_that_mixes_or_counts_samples_gets_no_replicas(
+    layers: list[nn.Module], is_equal: bool, sizes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so; a random module keeps its random numbers, and equal samples are told apart."""
+    towers = work.Towers(2, 2)
+    towers.text = nn.Sequential(nn.Linear(work.WIDTH, work.WIDTH), *layers)
+    text = torch.ones(work.BATCH, work.WIDTH) if is_equal else torch.randn(work.BATCH, work.WIDTH)
+    batch = {"image": torch.randn(work.BATCH, work.WIDTH), "text": text}
+    options: dict[str, Any] = {"loss_fn": work.diagonal_loss, "link": Link(1e-5, 1e10), "modules": ["text"]}
+    plan = apollo_compile.deploy(towers, batch, mesh=4, seconds=0.1, **options)
+    assert sorted({mode.devices for mode in plan.deployment.work.modules[0].modes}) == sizes
+    assert ("'text' gets no replicas" in caplog.text) is (sizes == [1])
+
+
 class Stack(nn.Module):
     """Calls the layers of a list."""
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.distributed.deploy.arriving import Arriving, arrived
 from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, group_of, map_samples, part_of, units_of
-from apollo_compile.distributed.deploy.pairs import find_pairs
+from apollo_compile.distributed.deploy.pairs import find_pairs, random_states
 from apollo_compile.distributed.deploy.plan import DeploymentPlan
 from apollo_compile.distributed.link import measure_link, tell
 from apollo_compile.errors import DeploymentError
@@ -274,6 +274,11 @@ def pieces_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
     pieces: Pieces = {(REST, alone): TimedPiece(trace.model, trace.run)}
     degrees = [size for size in sizes if subgroups is not None and size > 1 and not size & (size - 1)]
     shares = [units >> power for power in range(3 if trace.device.type == "cpu" else 1) if units >> power]
+
+    def find_whole() -> set[str]:
+        return {record.call.module for record in trace.records if not _is_divisible(record, trace)}
+
+    whole = find_whole() if subgroups is None else tell(find_whole, subgroups.everyone)
     for name, module in {record.call.module: record.module for record in trace.records}.items():
         records = [record for record in trace.records if record.module is module]
         pairs = trace.pairs[name] = find_pairs(module, *records[0].arguments, max(degrees, default=1))
@@ -281,8 +286,8 @@ def pieces_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
         ways = [Division(devices=size, units=share) for share in shares for size in sizes]
         ways += [Division(devices=n, units=units, tensor=t) for n in sizes for t in degrees if t <= most and n % t == 0]
         ways += [Division(devices=n, units=units, is_sharded=True) for n in sizes if degrees and n > 1]
-        for way in ways:
-            own = _part_of(records, way, trace, subgroups)
+        for way in (each for each in ways if each.replicas == 1 or name not in whole):
+            own = None if trace.samples % way.replicas else _part_of(records, way, trace, subgroups)
             if own is not None:
                 pieces[own.module, alone] = TimedPiece(own.module, _update_of(own.module, optimizer_states))
                 for record in records:
@@ -291,16 +296,30 @@ def pieces_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
     return pieces
 
 
-def _is_divisible(record: _Record, samples: int, replicas: int) -> bool:
-    """Return whether samples of a call can be on several replicas, with the same result."""
-    inputs = leaves_of(record.arguments, torch.Tensor)
-    with_statistics = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # a sample's result depends on the others
-    return replicas == 1 or (
-        bool(inputs)
-        and samples % replicas == 0
-        and not any(isinstance(each, with_statistics) for each in record.module.modules())
-        and all(each.shape[:1] == (samples,) for each in (inputs[0], *record.outputs))
-    )
+def _is_divisible(record: _Record, trace: CallTrace) -> bool:
+    """Return whether a sample's results depend on no other samples, nor on their number where nothing is random."""
+    inputs, samples = leaves_of(record.arguments, torch.Tensor), trace.samples
+    norms = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # also while they do not train
+    is_by_sample = all(each.shape[:1] == (samples,) for each in (*inputs[:1], *record.outputs))
+    if samples < 2 or not (inputs and is_by_sample) or any(isinstance(each, norms) for each in record.module.modules()):
+        return False
+    half, found = samples // 2, list[Any]()
+
+    def beside_others(each: torch.Tensor) -> torch.Tensor:
+        return torch.cat([each[:half], each[: samples - half] + each.is_floating_point()])
+
+    with contextlib.suppress(Exception):  # of any code
+        for change in (lambda each: each[:half].clone(), torch.clone, beside_others):
+            args, kwargs = map_samples(change, record.arguments, samples)
+            torch.manual_seed(0)
+            before = random_states(trace.device)
+            with torch.no_grad():
+                found.append(map_tensors(lambda each: each[:half], record.module(*args, **kwargs)))
+        is_random = not all(map(torch.equal, before, random_states(trace.device)))
+        if all(are_equal(each, found[-1]) for each in found[is_random:]):
+            return True
+    _logger.warning("%r gets no replicas: results for a sample depend on others, or their number", record.call.module)
+    return False
 
 
 def _first_samples(tree: Any, samples: int, replicas: int) -> Any:
@@ -312,8 +331,6 @@ def _first_samples(tree: Any, samples: int, replicas: int) -> Any:
 def _part_of(records: list[_Record], way: Division, trace: CallTrace, subgroups: Subgroups | None) -> TimedPiece | None:
     """Return a module, or this rank's part of a copy, if all ranks can divide it so; records are its calls."""
     name, module, samples = records[0].call.module, records[0].module, trace.samples
-    if not all(_is_divisible(record, samples, way.replicas) for record in records):
-        return None
     if subgroups is None or not way.kind:
         return TimedPiece(module, module)
     firsts = range(0, subgroups.size - way.devices + 1, way.devices)  # a rank after them has no group
