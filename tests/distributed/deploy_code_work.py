@@ -44,6 +44,14 @@ class Towers(nn.Module):
         return self.encode(image * self.scale) @ self.text(text).T / WIDTH
 
 
+class Shares(Towers):
+    """Has one tower under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = self.image
+
+
 class CheckpointAround(Towers):
     """Computes a tower again in the backward."""
 
@@ -140,6 +148,7 @@ CASES: dict[str, Case] = {
     "reentrant checkpoint around": (lambda: CheckpointAround(is_reentrant=True), contextlib.nullcontext),
     "reentrant checkpoint inside": (lambda: Towers(CheckpointInside()), contextlib.nullcontext),
     "a function of the user's": (ReversesGradients, contextlib.nullcontext),
+    "two names of a tower": (Shares, contextlib.nullcontext),
     "experts": (lambda: Towers(Experts()), contextlib.nullcontext),
     "gradients of the input": (Towers, contextlib.nullcontext),
     "gradients of some parameters": (Towers, contextlib.nullcontext),
@@ -190,7 +199,7 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
         alone = copy.deepcopy(model)
         found[case, ""] = (train(alone, batch, case), dict(alone.state_dict()))
         for where in (where for own, where in PAIRS if own == case):
-            own = place(plan, NAMES, where)
+            own = place(plan, ("image",) if case == "two names of a tower" else NAMES, where)
             placed = own.apply(copy.deepcopy(model))
             found[case, where] = (train(placed, batch, case), dict(own.full_state_dict(placed)))
     pools = Towers(Pools())

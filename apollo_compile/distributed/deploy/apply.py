@@ -350,7 +350,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state of all modules of a model with a plan, on every rank; all ranks call it."""
     state = {name: value.detach() for name, value in model.state_dict().items()}
     for placed in _placed.get(model, ()):
-        for name in (f"{placed.group.module}.{own}" for own in placed.module.state_dict()):
+        paths = [path for path, module in model.named_modules(remove_duplicate=False) if module is placed.module]
+        for name in (f"{path}.{own}" for path in paths for own in placed.module.state_dict()):
             value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]  # by its ranks
             state[name] = torch.empty_like(value, device=placed.device) if value.is_meta else value.contiguous()
             dist.broadcast(state[name], group=placed.subgroups.everyone, group_src=placed.group.first)

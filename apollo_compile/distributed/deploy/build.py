@@ -102,7 +102,8 @@ def deploy(
     if not callable(loss_fn):
         raise DeploymentError(f"loss_fn is {loss_fn!r:.40}: expected a function from the model's output to the loss")
     with _unchanged(model):
-        trace = trace_step(model, batch, loss_fn, _names_of(model, modules))
+        modules, names = _names_of(model, modules)
+        trace = trace_step(model, batch, loss_fn, names)
         called, device = {record.call.module for record in trace.records if record.outputs}, trace.device
         if idle := [name for name in modules or () if name not in called]:
             raise DeploymentError(f"module {idle[0]!r} returned no tensors in the step: name modules that do")
@@ -137,26 +138,27 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 buffer.detach().copy_(before)
 
 
-def _names_of(model: nn.Module, modules: Sequence[str] | None) -> list[str]:
-    """Return the given modules to place, or the children of the model, and other children that might have to be."""
-    known = dict(model.named_modules())
-    lists = {name for name, module in known.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)}
-    children = [name for name in known if name and name not in lists and lists.issuperset(_parents_of(name))]
-    given = children if modules is None else modules
-    if unknown := [name for name in given if not name or name not in known]:
+def _names_of(model: nn.Module, modules: Sequence[str] | None) -> tuple[list[str] | None, list[str]]:
+    """Return the first names of given modules, and all that may be placed: these, or else children, and others."""
+    first = {module: name for name, module in model.named_modules()}
+    known = {name: first[module] for name, module in model.named_modules(remove_duplicate=False)}
+    lists = {name for module, name in first.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)}
+    children = [name for name in first.values() if name and name not in lists and lists.issuperset(_parents_of(name))]
+    if unknown := [name for name in modules or () if not name or name not in known]:
         some = ", ".join(name for name in known if name and name.count(".") < 2)
         raise DeploymentError(f"the model has no module {unknown[0]!r}; it has {some or 'none'}")
+    given = children if modules is None else list(dict.fromkeys(known[name] for name in modules))
     if nested := [(name, parent) for name in given for parent in _parents_of(name) if parent in given]:
         raise DeploymentError(f"module {nested[0][0]!r} is inside of {nested[0][1]!r}: place one of them")
     above = {parent for name in given for parent in (name, *_parents_of(name))}
     names = [*given, *(name for name in children if name not in above and set(given).isdisjoint(_parents_of(name)))]
     owners: dict[nn.Parameter, dict[str, None]] = defaultdict(dict)
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        owners[parameter][next((name for name in _parents_of(path) if name in names), REST)] = None
+        owners[parameter][next((known[name] for name in _parents_of(path) if known[name] in names), REST)] = None
     shared = [list(each) for each in owners.values() if len(each) > 1]
     if wrong := [each for each in shared if not set(given).isdisjoint(each)]:
         raise DeploymentError(f"{wrong[0][1]!r} and {wrong[0][0]!r} share a parameter: leave both out of modules")
-    return [name for name in names if not any(name in each for each in shared)]
+    return None if modules is None else given, [name for name in names if not any(name in each for each in shared)]
 
 
 def _parents_of(name: str) -> list[str]:
