@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import apollo_compile
@@ -141,6 +142,31 @@ class Pools(nn.Module):
         return x if self.training else x.mean(0, keepdim=True)
 
 
+class Fails(nn.Module):
+    """A tower that fails in one phase of a step, if it is told so."""
+
+    phase = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.phase == "forward":
+            self.fail()
+        found: torch.Tensor = self.layers(x)
+        if self.phase == "backward":
+            found.register_hook(self.fail)
+        return found
+
+    def fail(self, *_: Any) -> None:
+        """Raise an error of the user's."""
+        raise ValueError(f"no {self.phase}")
+
+
+FAILURES = [("forward", 0, "apart"), ("forward", 1, "data parallel"), ("backward", 1, "data parallel")]
+"""Phases and steps in which a tower fails on the second rank, and places."""
+
 Case = tuple[Callable[[], nn.Module], Callable[[], contextlib.AbstractContextManager[Any]]]
 CASES: dict[str, Case] = {
     "saved tensors elsewhere": (Towers, torch.autograd.graph.save_on_cpu),
@@ -184,6 +210,22 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], case: str) -> list[f
     return found
 
 
+def fail(phase: str, step: int, where: str, options: dict[str, Any]) -> list[str]:
+    """Return the errors of two steps, of which one fails on the second rank; the ranks of a group do not go on."""
+    model, found = Towers(Fails()), list[str]()
+    batch = {"image": torch.randn(BATCH, WIDTH), "text": torch.randn(BATCH, WIDTH)}
+    plan = place(apollo_compile.deploy(model, batch, **options), ("text", "image"), where)
+    model = plan.apply(model, DeviceMesh.from_group(dist.new_group(), "cpu"))
+    for number in range(3):
+        Fails.phase = phase if number == step and dist.get_rank() == 1 else ""
+        try:
+            model(**batch).mean().backward()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    Fails.phase = ""
+    return found
+
+
 def run_rank(rank: int, port: int, folder: Path) -> None:
     """Train all models as one process and on groups of ranks, and write what this rank saw."""
     join(rank, port, SIZE)
@@ -208,5 +250,7 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
         pools(**batch)
     except DeploymentError as error:
         found["pools", ""] = str(error)
+    for phase, step, where in FAILURES:
+        found[phase, str(step)] = fail(phase, step, where, options)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()

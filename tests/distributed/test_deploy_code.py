@@ -36,3 +36,13 @@ def test_a_module_whose_output_is_not_by_sample_is_an_error_on_both_ranks(ranks:
     """It was planned in training mode, in which the output has samples."""
     for rank in ranks:
         assert "module 'image' returned a tensor of shape (1, 16) for 4 samples: expected 4" in rank["pools", ""]
+
+
+@pytest.mark.parametrize(("phase", "step", "where"), work.FAILURES)
+def test_a_module_that_fails_on_one_rank_ends_the_steps_of_all(
+    ranks: list[dict[Any, Any]], phase: str, step: int, where: str
+) -> None:
+    """Within the patience of gloo: the rank shows its own error, the others and later steps name rank and module."""
+    told = f"DeploymentError: module 'image' failed on rank 1, so all ranks stop: ValueError: no {phase}"
+    assert ranks[0][phase, str(step)] == [told] * (3 - step)
+    assert ranks[1][phase, str(step)] == [f"ValueError: no {phase}"] + [told] * (2 - step)

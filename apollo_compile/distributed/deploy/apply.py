@@ -193,7 +193,9 @@ class HeldCalls:
     def _send(self, calls: Sequence[_Call]) -> None:
         """Compute this rank's samples of calls, and begin to send and to receive their outputs."""
         leaves = [leaf for call in calls for leaf in call.enter()]
-        made = self._compute([call for call in calls if call.placed.is_member])
+        failures = calls[0].placed.subgroups.failures
+        with failures.telling(call.placed.group.module for call in calls):
+            made = self._compute([call for call in calls if call.placed.is_member])
         sent: list[tuple[_Call, Arriving, torch.Tensor | None]] = []
         for call in calls:
             if call.key not in self._outputs:
@@ -205,7 +207,8 @@ class HeldCalls:
         begin = torch.zeros((), device=calls[0].placed.device, requires_grad=torch.is_grad_enabled())
         wholes = _Node.apply(leaves, sent, self._used, begin, *(tensor for _, _, tensor, _ in leaves))  # type: ignore[no-untyped-call]
         for (call, output, _), whole in zip(sent, wholes, strict=True):
-            output.plain, output.waits = whole, [work.wait for work in call.placed.share(whole.detach())]
+            works = call.placed.share(whole.detach())
+            output.plain, output.waits = whole, [functools.partial(failures.wait, work) for work in works]
 
     def _learn(self, call: _Call, made: Any) -> None:
         """Let all ranks know the outputs of such calls: the first rank of the group tells the others."""
@@ -221,6 +224,7 @@ class HeldCalls:
             shape = (call.samples, *shape[1:]) if group.replicas > 1 else shape
             return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
+        ranks.failures.wait(dist.barrier(ranks.everyone, async_op=True))
         outputs = tell(lambda: map_tensors(outline, made), ranks.everyone, source=group.first)
         self._outputs[call.key] = outputs
         if not any(each.requires_grad for each in leaves_of(outputs, torch.Tensor)):
@@ -288,7 +292,9 @@ class _Node(torch.autograd.Function):
             elif grad is not None and value is not None:
                 own.append((value, placed.part(grad)))
         ctx.used |= {key for _, key, _ in ctx.sent} - unused
-        run_nested(ctx, own, inner, ctx.copies)
+        failures = ctx.sent[0][0].subgroups.failures
+        with failures.telling({placed.group.module: None for placed, *_ in ctx.sent}):
+            run_nested(ctx, own, inner, ctx.copies)
         if not keeps_graph():
             del ctx.inner
         found, works, sums = dict[int, Any](), list[Any](), defaultdict[Any, list[int]](list)
@@ -301,10 +307,10 @@ class _Node(torch.autograd.Function):
                 sums[placed.peers, leaf.dtype].append(number)
             found[number] = grad
         for (peers, _), same in sums.items():
-            totals = sum_gradients([found[each] for each in same], [inner[each] for each in same], peers)
+            totals = sum_gradients([found[each] for each in same], [inner[each] for each in same], peers, failures.wait)
             found.update(zip(same, totals, strict=True))
         for work in works:
-            work.wait()
+            failures.wait(work)
         return None, None, None, None, *found.values()
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from apollo_compile.distributed.deploy.pairs import random_states
+from apollo_compile.distributed.link import Failures
 from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import DeviceGroup, LinearPair
 from apollo_compile.torch_bridge.nested_graph import call_with_copies
@@ -20,11 +21,12 @@ from apollo_compile.torch_bridge.trees import map_tensors
 
 
 class Subgroups:
-    """Process groups of some ranks of a group, and the device of this rank."""
+    """Process groups of some ranks of a group, the device of this rank, and failures of modules."""
 
     def __init__(self, everyone: dist.ProcessGroup, device: torch.device) -> None:
         self.everyone, self.rank, self.size = everyone, dist.get_rank(everyone), dist.get_world_size(everyone)
         self.device = device
+        self.failures = Failures(everyone, device)
         self._ranks, self._made = dist.get_process_group_ranks(everyone), dict[range, dist.ProcessGroup]()
 
     def of(self, group: DeviceGroup) -> list[dist.ProcessGroup | None]:
