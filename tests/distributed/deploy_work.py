@@ -380,6 +380,8 @@ def errors() -> dict[str, str]:
     note("simulated", lambda: deploy(scenario.model, mesh=4, modules=scenario.names).apply(scenario.model))
     note("no link", lambda: deploy(scenario.model, mesh=4, link=None))
     note("no module", lambda: deploy(scenario.model, modules=["vision"]))
+    some = init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("all", "one"))["one"]
+    note("some ranks", lambda: deploy(scenario.model, mesh=some))
     note("nested", lambda: deploy(scenario.model, modules=["pair", "pair.layers"]))
     note("memory", lambda: deploy(scenario.model, modules=scenario.names, memory=1000))
     model = plan.apply(copy.deepcopy(scenario.model))

@@ -45,9 +45,9 @@ class Subgroups:
 def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group of all devices."""
     group = dist.group.WORLD if mesh is None else mesh.get_group()
-    if group is None:
+    if group is None or dist.get_world_size(group) < dist.get_world_size():  # other meshes would use the same names
         raise DeploymentError(
-            "there is no process group: call torch.distributed.init_process_group, or pass mesh=<number> to simulate"
+            "no process group has all ranks: call init_process_group, give a mesh of all, or mesh=<number> to simulate"
         )
     return group
 
