@@ -66,7 +66,17 @@ KEPT_MEMORY = (
 FUNCTIONS = (MeasuredVariant(name="apollo-traced-whole", backend="apollo", stepper=TRACED_WHOLE),)
 """A function of the user's that is a whole step, compiled by apollo."""
 
-KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *FUNCTIONS)}
+OWN_CASTS = (
+    MeasuredVariant(
+        name="apollo-step-program-own-casts",
+        backend="apollo",
+        options={"plan.autotune": False, "partition.weight_casts": "together"},
+        stepper=COMPILED,
+    ),
+)
+"""A program in which every micro-batch casts weights for itself, to see what casting them once gains."""
+
+KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *FUNCTIONS, *OWN_CASTS)}
 
 RIVALS = ("inductor", "inductor-traced", "inductor-traced-whole", "inductor-full-batch", LOOP_OF_APOLLO)
 
@@ -79,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         batch = args.batch or BATCHES.get(name, 4)
         title = f"{name}, {args.size}, {optimizer}, batch {batch} in {count} micro-batches"
         extra = f", dropout {args.dropout}" * (args.dropout > 0) + ", torch's choice of kernels" * args.default_kernels
+        extra += ", bfloat16 autocast" * args.autocast
         title += extra
         chosen = [each for each in args.variants if count > 1 or each.stepper != FULL_BATCH]
         if name in LEARNERS:
@@ -87,7 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
             optimizer, count, title = "its own", 1, f"{name}, {args.size}, batch {batch}{extra}"
             steppers = [(each, OF_LEARNERS.get(each.stepper)) for each in args.variants]
             chosen = [replace(each, stepper=stepper) for each, stepper in steppers if stepper is not None]
-        task = make_task(name, args.size, batch, optimizer, count, args.dropout, fused=not args.default_kernels)
+        task = make_task(
+            name, args.size, batch, optimizer, count, args.dropout, not args.default_kernels, args.autocast
+        )
         cases.append((title, task, chosen))
     measurements, wrong = measure_tasks(cases, args, is_judged)
     if len(measurements) > 1:
@@ -98,7 +111,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_task(
-    name: str, size: str, batch: int, optimizer: str, microbatches: int, dropout: float = 0.0, *, fused: bool = True
+    name: str,
+    size: str,
+    batch: int,
+    optimizer: str,
+    microbatches: int,
+    dropout: float = 0.0,
+    fused: bool = True,
+    autocast: bool = False,
 ) -> MeasuredTask:
     """Return the task of a workload; without `fused` the choice of the optimizer's kernel is left to torch."""
     arguments = {"name": name, "size": size, "batch": batch, "optimizer": optimizer, "microbatches": microbatches}
@@ -106,13 +126,15 @@ def make_task(
         arguments["dropout"] = dropout
     if not fused:
         arguments["fused"] = None
+    if autocast:
+        arguments["autocast"] = True
     return MeasuredTask(builder="benchmarks.harness.whole_steps:build_task", arguments=arguments, compared=COMPARED)
 
 
 def is_judged(task: MeasuredTask, result: VariantResult) -> bool:
-    """Return whether the variant trains as the loop does: not where eager draws other random numbers."""
+    """Return whether the variant trains as the loop does: not where eager draws or rounds other numbers."""
     is_same_loss = result.variant != "inductor-full-batch" or task.arguments["name"] not in CONTRASTED
-    return is_same_loss and not task.arguments.get("dropout")
+    return is_same_loss and not task.arguments.get("dropout") and not task.arguments.get("autocast")
 
 
 def format_overview(measurements: Sequence[Measurement]) -> str:
@@ -152,6 +174,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--default-kernels", action="store_true", help="optimizers without fused=True")
     parser.add_argument("--microbatches", type=batch_sizes, default=[1, 4], help="numbers of micro-batches, e.g. 1,2,4")
     parser.add_argument("--dropout", type=float, default=0.0, help="every dropout of a workload; default: 0")
+    parser.add_argument("--autocast", action="store_true", help="forwards and losses under bfloat16 autocast")
     parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(KNOWN))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
     parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")
@@ -159,7 +182,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
     )
     parser.add_argument("--json", type=Path, help="write everything there, machine and versions included")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.autocast and not set(args.workloads).isdisjoint(LEARNERS):
+        parser.error(f"--autocast is for other workloads than {', '.join(LEARNERS)}")
+    return args
 
 
 def _workloads(text: str) -> list[str]:

@@ -82,8 +82,9 @@ def build_task(
     microbatches: int,
     dropout: float = 0.0,
     fused: bool | None = True,
+    autocast: bool = False,
 ) -> StepTask | Learner:
-    """Return a task on a workload, or a learner, with so many samples in a step."""
+    """Return a task on a workload, with `autocast` in bfloat16, or a learner, with so many samples in a step."""
     if name in LEARNERS:
         learner = build_learner(name, size, batch=batch)
         return replace(learner, phases=tuple(replace(phase, fused=fused) for phase in learner.phases))
@@ -92,7 +93,8 @@ def build_task(
     constants = {key: value for key, value in workload.inputs.items() if not isinstance(value, Tensor)}
 
     def loss_fn(model: nn.Module, part: Mapping[str, Tensor]) -> Tensor:
-        return workload.loss(model(**part, **constants))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return workload.loss(model(**part, **constants))
 
     return StepTask(
         model=workload.model,
