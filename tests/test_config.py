@@ -16,6 +16,7 @@ import pytest
 import apollo_compile.config as module
 from apollo_compile.config import Config, known_options, load_config
 from apollo_compile.errors import ApolloError, ConfigError
+from tests.failures import raising
 
 KNOWN = ", ".join(known_options())
 SOURCE = Path(module.__file__).read_text(encoding="utf-8")
@@ -92,13 +93,16 @@ def test_options_go_over_environment_over_defaults(
 
 
 def test_the_cache_is_the_users_unless_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As the platform has it."""
+    """As the platform has it; a container may run as a number that no user has, and that has no home."""
     assert load_config().device.cache == tmp_path / "apollo_compile"
     assert load_config({"device.cache": "here"}).device.cache == Path("here")
     assert load_config({"device.cache": None}).device.cache == tmp_path / "apollo_compile"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert load_config().device.cache == tmp_path / "home" / ".cache" / "apollo_compile"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", raising(KeyError("no user")))
+    assert load_config().device.cache == Path(tempfile.gettempdir()) / f"apollo_compile-{os.getuid()}"
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -268,15 +272,3 @@ def test_the_table_of_variables_is_what_is_read() -> None:
     strings = {n.value for n in ast.walk(ast.parse(SOURCE)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     mentioned = {text for text in strings if re.fullmatch(r"[A-Z][A-Z0-9_]*_[A-Z0-9_]+", text)}
     assert mentioned == {*table, *{"CUDA_DEVICE_MAX_CONNECTIONS", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}}
-
-
-def test_a_user_without_a_home_has_a_cache_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers that run as a number that no user has."""
-
-    def fail(number: int) -> None:
-        raise KeyError(number)
-
-    for variable in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", fail)
-    assert load_config().device.cache == Path(tempfile.gettempdir()) / f"apollo_compile-{os.getuid()}"

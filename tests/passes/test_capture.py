@@ -237,14 +237,10 @@ def test_a_seed_is_drawn_and_looked_up_in_one_place(hand: Hand) -> None:
     assert made.nodes[2].after == ()
 
 
-def test_a_constant_of_the_graph_is_cheap() -> None:
+def test_a_constant_of_the_graph_is_cheap(hand: Hand) -> None:
     """It is an attribute of the module; two attributes are two signatures."""
-    graph = fx.Graph()
-    constants = [graph.get_attr("one"), graph.get_attr("two")]
-    for node in constants:
-        node.meta["val"] = torch.ones(2)
-    graph.output(tuple(constants))
-    made = capture(fx.GraphModule({"one": torch.ones(2), "two": torch.zeros(2)}, graph))
+    hand.graph.output(tuple(valued(hand.graph.get_attr(name), torch.ones(2)) for name in ("one", "two")))
+    made = capture(fx.GraphModule({"one": torch.ones(2), "two": torch.zeros(2)}, hand.graph))
     assert [node.kind for node in made.nodes] == [NodeKind.CHEAP] * 2
     assert made.nodes[0].signature != made.nodes[1].signature
 

@@ -125,15 +125,6 @@ def test_what_cannot_be_done_is_one_line(tmp_path: Path, apollo: Apollo) -> None
     )
 
 
-@pytest.mark.parametrize(
-    "arguments", ([], ["unknown"], ["calibrate", "--units", "two"], ["explain", "a:b", "--option", "units"])
-)
-def test_a_wrong_call_shows_the_usage(arguments: list[str], apollo: Apollo) -> None:
-    """Exit code 2."""
-    ran = apollo(*arguments)
-    assert ran.code == 2 and "usage: apollo" in ran.err
-
-
 # ------------------------------------------------------------------------------------------------- explain and report
 
 
@@ -196,6 +187,7 @@ def test_a_wrong_target_is_one_line(target: str, message: str, model_file: str, 
 @pytest.mark.parametrize(
     "arguments",
     [
+        *([], ["unknown"], ["calibrate", "--units", "two"], ["explain", "a:b", "--option", "units"]),
         ["explain", "{file}:by_name", "--option", "plan.planer=greedy"],
         ["explain", "{file}:by_name", "--option", "plan.planner=fast"],
         ["explain", "{file}:by_name", "--html", "{folder}/absent/page.html"],
@@ -207,9 +199,10 @@ def test_a_wrong_target_is_one_line(target: str, message: str, model_file: str, 
 def test_wrong_calls_exit_with_two_and_compile_nothing(
     arguments: list[str], model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apollo: Apollo
 ) -> None:
-    """Wrong names and values of options, files that cannot be written or are not there."""
+    """Wrong names and values of options, files that cannot be written or are not there; else the usage is shown."""
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
-    assert apollo(*(each.format(file=model_file, folder=tmp_path) for each in arguments)).code == 2
+    ran = apollo(*(each.format(file=model_file, folder=tmp_path) for each in arguments))
+    assert ran.code == 2 and ("usage: apollo" in ran.err or "{" in str(arguments))
 
 
 @pytest.mark.parametrize("command", ["explain", "report"])

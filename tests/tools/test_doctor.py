@@ -61,6 +61,9 @@ def _subjects(file: str) -> set[str]:
     return set(named) | set(re.findall(r'f"(lanes|nodes) \{name\}', code))
 
 
+BAD_LANES = CheckResult(level=Level.ERROR, subject="lanes 64 + 64, eager", message="lanes 1 and 2 share SMs [15]")
+
+
 def find(facts: MachineFacts, subject: str) -> CheckResult:
     """Return the result about a subject."""
     (found,) = [result for result in diagnose(facts) if result.subject == subject]
@@ -108,6 +111,7 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"ortools": None, "ortools_problem": "E: x"}, "OR-Tools", "warning", "imported: E: x", "pip install ortools"),
         ({"cuda_devices": ("NVIDIA H200",)}, "CUDA", "note", "NVIDIA H200", "device.cuda_lanes"),
         ({"cuda_build": "12.8"}, "CUDA", "ok", "sees no device", ""),
+        ({"cuda_devices": ("a GPU",), "cuda_results": (BAD_LANES,)}, BAD_LANES.subject, "error", "share SMs [15]", ""),
     ],
 )
 def test_every_fault_has_its_finding(
@@ -275,12 +279,3 @@ def test_a_wrong_setting_and_a_blocked_cache_are_reported(tmp_path: Path, monkey
     facts = look()
     assert find(facts, "settings").level is Level.WARNING and str(blocked) in find(facts, "settings").message
     assert find(facts, "device profile").message == "cpu, named by APOLLO_PROFILE"
-
-
-def test_what_a_gpu_showed_is_among_the_results() -> None:
-    """A lane that does not keep to its SMs makes the machine unfit."""
-    bad = CheckResult(level=Level.ERROR, subject="lanes 64 + 64, eager", message="lanes 1 and 2 share SMs [15]")
-    facts = replace(FINE, cuda_devices=("a GPU",), cuda_build="13.0", cuda_results=(bad,))
-    assert find(facts, bad.subject) is bad
-    assert not is_fit(diagnose(facts))
-    assert "device.cuda_lanes" in find(facts, "CUDA").advice

@@ -43,7 +43,7 @@ def targets(graph: fx.Graph) -> list[Any]:
 
 
 def test_backwards_with_dropout_are_replaced() -> None:
-    """And give tensors of the same sizes and strides."""
+    """And give tensors of the same sizes and strides; those without read no seed and stay."""
     graph_module = traced(0.1)
     expected = [node.meta["val"] for node in graph_module.graph.output_node().all_input_nodes]
     read_seeds_anywhere(graph_module.graph)
@@ -55,13 +55,9 @@ def test_backwards_with_dropout_are_replaced() -> None:
     with expected[0].fake_mode:
         found = graph_module(torch.empty(2, 4, 16, 64, device="cuda"))
     assert [(each.shape, each.stride()) for each in found] == [(each.shape, each.stride()) for each in expected]
-
-
-def test_backwards_without_dropout_read_no_seed() -> None:
-    """They stay as they are."""
-    graph_module = traced(0.0)
-    read_seeds_anywhere(graph_module.graph)
-    assert targets(graph_module.graph) == list(BACKWARDS)
+    without = traced(0.0)
+    read_seeds_anywhere(without.graph)
+    assert targets(without.graph) == list(BACKWARDS)
 
 
 def test_inductor_gets_replaced_backwards_of_whole_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,8 @@ def test_state_that_moves_is_captured_again() -> None:
     assert not steps.take_outdated()
 
 
-def test_settings_that_change_in_every_step_are_not_captured_in_every_step() -> None:
-    """As betas do with `OneCycleLR`; once they rest, steps are replayed again."""
+def test_settings_that_change_in_every_step_and_counts_on_the_host_make_steps_loops() -> None:
+    """As betas do with `OneCycleLR`, until they rest; and as a checkpoint has counts, which no kernel could read."""
     optimizer = adamw(parameters())
     steps = stepper(optimizer)
     for number in range(MOST_QUICK_CHANGES):
@@ -93,12 +93,6 @@ def test_settings_that_change_in_every_step_are_not_captured_in_every_step() -> 
     for _ in range(FEWEST_STEPS):
         steps.refresh()
     assert steps.reason_against() is None
-
-
-def test_a_loaded_checkpoint_that_counts_on_the_host_makes_steps_loops() -> None:
-    """It has settings of its own, and the kernel would get the address of a number on the host."""
-    optimizer = adamw(parameters())
-    steps = stepper(optimizer)
     optimizer.load_state_dict(adamw(parameters(), fused=None).state_dict())
     steps.refresh()
     assert "counts steps on the host" in (steps.reason_against() or "")

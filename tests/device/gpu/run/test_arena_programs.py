@@ -370,16 +370,13 @@ def _swap(weights: Sequence[nn.Parameter], others: Tensors) -> None:
 
 @contextlib.contextmanager
 def _hooks(kind: str, kept: Tensors) -> Iterator[None]:
-    if not kind:
-        yield
-        return
-
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if kind == "keep":
             kept.append(tensor.detach())
         return tensor.clone() if kind == "clone" else tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks if kind else contextlib.nullcontext():
         yield
 
 

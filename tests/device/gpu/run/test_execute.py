@@ -282,8 +282,7 @@ def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(g
     """One that fits is accounted for."""
     weight = torch.randn(4)
     fitting = two_towers(gpu, lane_memory_quota=SEGMENT_BYTES)
-    for _ in range(3):
-        fitting.run([torch.randn(4), weight])
+    run(fitting, weight, 3)
     assert fitting.lane_bytes() == {1: SEGMENT_BYTES, 2: SEGMENT_BYTES}
     over = two_towers(gpu, lane_memory_quota=SEGMENT_BYTES // 2)
     weight = warm_up(over)
