@@ -67,16 +67,6 @@ def fill_use_and_free(weight: torch.Tensor, full: torch.Tensor, x: torch.Tensor)
     return use_and_free(x, weight, weight)
 
 
-def free_and_fill(weight: torch.Tensor, full: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Leave the weight with other values."""
-    return use_and_free(x, weight, weight) + fill_before_use(weight, full, x)
-
-
-def free_what_is_shared(x: torch.Tensor, transposed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Read one view of a storage, and free it through another."""
-    return x.clone() + use_and_free(transposed, weight, x)
-
-
 def free_what_was_made(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Free a value on the way."""
     made = x @ weight
@@ -112,8 +102,14 @@ CASES: dict[str, tuple[Function, Callable[[int], tuple[torch.Tensor, ...]]]] = {
     "free after use": (lambda x, weight: use_and_free(x, weight, weight, x), squares),
     "fill before use": (fill_before_use, lambda seed: (empty_square(), *squares(seed))),
     "fill, use and free": (fill_use_and_free, lambda seed: (empty_square(), *squares(seed))),
-    "free and fill": (free_and_fill, lambda seed: (square(seed + 2), *squares(seed))),
-    "free what is shared": (free_what_is_shared, lambda seed: (lambda x: (x, x.t(), square(seed + 1)))(square(seed))),
+    "free and fill": (
+        lambda weight, full, x: use_and_free(x, weight, weight) + fill_before_use(weight, full, x),
+        lambda seed: (square(seed + 2), *squares(seed)),
+    ),
+    "free what is shared": (  # by two views of it
+        lambda x, transposed, weight: x.clone() + use_and_free(transposed, weight, x),
+        lambda seed: (lambda x: (x, x.t(), square(seed + 1)))(square(seed)),
+    ),
     "free what was made": (free_what_was_made, squares),
 }
 

@@ -93,10 +93,8 @@ def test_small_products_are_left_and_smaller_ones_stand_for_large_ones(measured:
     saved = libraries.choose(large)
     ((product, _),) = measured
     assert saved == {(matmul, cores): 1000 * matmul.flops / product.flops for matmul, cores in large}
-    assert matmul_libraries.MOST_FLOPS / 2 < product.flops <= matmul_libraries.MOST_FLOPS and (
-        product.inner,
-        product.columns,
-    ) == (64, 128)
+    assert matmul_libraries.MOST_FLOPS / 2 < product.flops <= matmul_libraries.MOST_FLOPS
+    assert (product.inner, product.columns) == (64, 128)
     flat = a_matmul(1, inner=2**13, columns=2**14, has_bias=True)
     assert flat.flops > matmul_libraries.MOST_FLOPS and libraries.choose([(flat, 1)])
     assert matmul_libraries.MOST_BYTES / 2 < measured[-1][0].num_bytes <= matmul_libraries.MOST_BYTES

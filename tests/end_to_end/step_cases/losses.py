@@ -321,11 +321,7 @@ def the_mode_is_switched_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"] - 0.1 * target)
 
 
-def _with_texts(number: int) -> dict[str, Any]:
-    return {**rows(number), "t": words(number)["words"][:, :2].clamp(1, CLASSES - 1)}
-
-
-@loss(batch=_with_texts, **NOT_ONE_GRAPH)
+@loss(batch=lambda n: {**rows(n), "t": words(n)["words"][:, :2].clamp(1, CLASSES - 1)}, **NOT_ONE_GRAPH)
 def a_loss_of_aligned_texts(model: nn.Module, batch: Any) -> torch.Tensor:
     """CTC, whose lengths are tensors."""
     lengths = torch.full((len(batch["t"]),), 5), torch.full((len(batch["t"]),), 2)

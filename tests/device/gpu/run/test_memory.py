@@ -77,13 +77,12 @@ def test_released_graphs_leave_no_tensors_behind(gpu: FakeGpu, weight: torch.Ten
 
 
 def test_too_little_memory_for_a_capture_ends_captures_of_the_model_alone(
-    gpu: FakeGpu, info_log: pytest.LogCaptureFixture
+    gpu: FakeGpu, weight: torch.Tensor, info_log: pytest.LogCaptureFixture
 ) -> None:
     """Of both of its graphs, with what they had captured; the run itself goes on, and the caller can ask."""
     other, other_weight = two_towers(gpu), torch.randn(4)
     run(other, other_weight, 4)
     pair = forward, backward = make_pair(gpu)
-    weight = torch.randn(4)
     step(pair, weight, times=2)
     _, kept = forward.run([torch.ones(4), weight])
     gpu.fail_capture = torch.OutOfMemoryError("CUDA out of memory")
