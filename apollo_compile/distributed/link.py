@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from apollo_compile.cost_model.collectives import Link
 from apollo_compile.errors import ApolloError, DeploymentError
 
-Wait = Callable[[dist.Work], Any]
+WaitFor = Callable[[dist.Work], Any]
 """Waits for a transfer."""
 
 BYTES = 1 << 22
@@ -63,7 +63,7 @@ def measure_link(
 def sum_as_one(
     tensors: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
-    wait: Wait = dist.Work.wait,
+    wait: WaitFor = dist.Work.wait,
     *,
     divided_by: int = 1,
 ) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ def sum_gradients(
     gradients: Sequence[torch.Tensor | None],
     like: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
-    wait: Wait = dist.Work.wait,
+    wait: WaitFor = dist.Work.wait,
 ) -> list[torch.Tensor | None]:
     """Return the sums over ranks of gradients of some tensors of one type, in place; None where no rank has one."""
     whole = [torch.zeros_like(own) if each is None else each for each, own in zip(gradients, like, strict=True)]
