@@ -135,5 +135,5 @@ class Failures:
                 if self._store.check([self._key]):
                     self._found = self._store.get(self._key).decode()
                     raise DeploymentError(self._found) from error
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # since then, or it failed
+                    return work.wait()

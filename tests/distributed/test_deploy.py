@@ -196,6 +196,13 @@ class Centers(nn.Module):
         return x - x.mean(0)
 
 
+class Sums(nn.Module):
+    """Adds up earlier samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(0)
+
+
 class Counts(nn.Module):
     """Divides by the number of samples."""
 
@@ -211,6 +218,7 @@ class Counts(nn.Module):
         ([nn.Dropout(0.5), Centers()], False, [1]),
         ([Centers()], True, [1]),
         ([Counts()], False, [1]),
+        ([Sums()], False, [1]),
     ],
 )
 def test_a_module_that_mixes_or_counts_samples_gets_no_replicas(

@@ -277,10 +277,8 @@ def pieces_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
     degrees = [size for size in sizes if subgroups is not None and size > 1 and not size & (size - 1)]
     shares = [units >> power for power in range(3 if trace.device.type == "cpu" else 1) if units >> power]
 
-    def find_whole() -> set[str]:
-        return {record.call.module for record in trace.records if not _is_divisible(record, trace)}
-
-    whole = find_whole() if subgroups is None else tell(find_whole, subgroups.everyone)
+    own_whole = {record.call.module for record in trace.records if not _is_divisible(record, trace)}
+    whole = own_whole if subgroups is None else tell(lambda: own_whole, subgroups.everyone)
     for name, module in {record.call.module: record.module for record in trace.records}.items():
         records = [record for record in trace.records if record.module is module]
         pairs = trace.pairs[name] = find_pairs(module, *records[0].arguments, max(degrees, default=1))
@@ -299,7 +297,10 @@ def pieces_of(trace: CallTrace, cluster: EqualDevices, subgroups: Subgroups | No
 
 
 def _is_divisible(record: _Record, trace: CallTrace) -> bool:
-    """Return whether a sample's results depend on no other samples, nor on their number where nothing is random."""
+    """Return whether a sample's results depend on no other samples, nor on their number where nothing is random.
+
+    Tries it: the first half alone, beside other later samples, and the last half beside other earlier ones.
+    """
     inputs, samples = leaves_of(record.arguments, torch.Tensor), trace.samples
     norms = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # also while they do not train
     is_by_sample = all(each.shape[:1] == (samples,) for each in (*inputs[:1], *record.outputs))
@@ -307,20 +308,26 @@ def _is_divisible(record: _Record, trace: CallTrace) -> bool:
         return False
     half, found = samples // 2, list[Any]()
 
-    def beside_others(each: torch.Tensor) -> torch.Tensor:
-        return torch.cat([each[:half], each[: samples - half] + each.is_floating_point()])
+    def later(each: torch.Tensor) -> torch.Tensor:
+        return torch.cat([each[:half], each[half:] + each.is_floating_point()])
+
+    def earlier(each: torch.Tensor) -> torch.Tensor:
+        return torch.cat([each[:half] + each.is_floating_point(), each[half:]])
 
     with contextlib.suppress(Exception):  # of any code
-        for change in (lambda each: each[:half].clone(), torch.clone, beside_others):
+        for change in (lambda each: each[:half].clone(), torch.clone, later, earlier):
             args, kwargs = map_samples(change, record.arguments, samples)
             torch.manual_seed(0)
             before = random_states(trace.device)
             with torch.no_grad():
-                found.append(map_tensors(lambda each: each[:half], record.module(*args, **kwargs)))
+                found.append(record.module(*args, **kwargs))
         is_random = not all(map(torch.equal, before, random_states(trace.device)))
-        if all(are_equal(each, found[-1]) for each in found[is_random:]):
+        firsts, lasts = (
+            [map_tensors(part, each) for each in found] for part in (lambda x: x[:half], lambda x: x[half:])
+        )
+        if all(are_equal(each, firsts[1]) for each in firsts[is_random:3]) and are_equal(lasts[3], lasts[1]):
             return True
-    _logger.warning("%r gets no replicas: results for a sample depend on others, or their number", record.call.module)
+    _logger.warning("%r gets no replicas: results of samples depend on others, or were not found", record.call.module)
     return False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from apollo_compile.ir import Capture, KernelKind, Node, Role
+from apollo_compile.ir import Capture, KernelKind, Node, NodeKind, Role
 from apollo_compile.passes.partition.clusters import Clusters
 
 PLACES = ("pre", "mid", "post")
@@ -181,12 +181,12 @@ def _keys(clusters: Clusters, labels: list[str]) -> list[Hashable]:
 
 
 def find_weight_casts(capture: Capture, clusters: Clusters) -> list[bool]:
-    """Return for every cluster whether it casts a parameter to fewer bytes, as autocast does for matmuls."""
+    """Return for every cluster whether it makes fewer bytes of a parameter alone, as autocast does for matmuls."""
     nodes = capture.nodes
 
     def is_cast(node: Node) -> bool:
-        static = [nodes[value] for value in node.inputs if nodes[value].is_static]
-        return node.target == "prims.convert_element_type.default" and any(node.num_bytes < x.num_bytes for x in static)
+        given = [nodes[value] for value in node.inputs if node.kind is NodeKind.COMPUTE and not node.keeps_order]
+        return len(given) == 1 and given[0].is_static and node.num_bytes < given[0].num_bytes
 
     return [is_cast(nodes[members[0]]) for members in clusters.members]
 
