@@ -25,6 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -98,9 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
             optimizer, count, title = "its own", 1, f"{name}, {args.size}, batch {batch}{extra}"
             steppers = [(each, OF_LEARNERS.get(each.stepper)) for each in args.variants]
             chosen = [replace(each, stepper=stepper) for each, stepper in steppers if stepper is not None]
-        task = make_task(
-            name, args.size, batch, optimizer, count, args.dropout, not args.default_kernels, args.autocast
-        )
+        others = {"dropout": args.dropout, "fused": None if args.default_kernels else True, "autocast": args.autocast}
+        task = make_task(name, args.size, batch, optimizer, count, **others)
         cases.append((title, task, chosen))
     measurements, wrong = measure_tasks(cases, args, is_judged)
     if len(measurements) > 1:
@@ -110,24 +110,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def make_task(
-    name: str,
-    size: str,
-    batch: int,
-    optimizer: str,
-    microbatches: int,
-    dropout: float = 0.0,
-    fused: bool = True,
-    autocast: bool = False,
-) -> MeasuredTask:
-    """Return the task of a workload; without `fused` the choice of the optimizer's kernel is left to torch."""
-    arguments = {"name": name, "size": size, "batch": batch, "optimizer": optimizer, "microbatches": microbatches}
-    if dropout:
-        arguments["dropout"] = dropout
-    if not fused:
-        arguments["fused"] = None
-    if autocast:
-        arguments["autocast"] = True
+def make_task(name: str, size: str, batch: int, optimizer: str, microbatches: int, **others: Any) -> MeasuredTask:
+    """Return the task of a workload; `others` are further arguments of `harness.whole_steps.build_task`."""
+    arguments: dict[str, Any] = {
+        "name": name,
+        "size": size,
+        "batch": batch,
+        "optimizer": optimizer,
+        "microbatches": microbatches,
+    }
+    arguments |= others
     return MeasuredTask(builder="benchmarks.harness.whole_steps:build_task", arguments=arguments, compared=COMPARED)
 
 

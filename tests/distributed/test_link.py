@@ -28,12 +28,12 @@ class LateWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over by now."""
+        """Return whether it is over by now."""
         return True
 
 
 def test_a_transfer_that_ends_right_after_the_limit_of_a_wait_is_no_error() -> None:
-    """What it ended with counts."""
+    """Its own end counts: a result, or an error."""
     group: Any = SimpleNamespace(get_group_store=dist.HashStore)
     failures = Failures(group, torch.device("cpu"))
     late: Any = LateWork()

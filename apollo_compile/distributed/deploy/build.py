@@ -327,7 +327,9 @@ def _is_divisible(record: _Record, trace: CallTrace) -> bool:
         )
         if all(are_equal(each, firsts[1]) for each in firsts[is_random:3]) and are_equal(lasts[3], lasts[1]):
             return True
-    _logger.warning("%r gets no replicas: results of samples depend on others, or were not found", record.call.module)
+    _logger.warning(
+        "%r gets no replicas: results of samples depend on others, or cannot be compared", record.call.module
+    )
     return False
 
 

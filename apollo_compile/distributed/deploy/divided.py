@@ -47,7 +47,8 @@ def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup:
     group = dist.group.WORLD if mesh is None else mesh.get_group()
     if group is None or dist.get_world_size(group) < dist.get_world_size():  # other meshes would use the same names
         raise DeploymentError(
-            "no process group has all ranks: call init_process_group, give a mesh of all, or mesh=<number> to simulate"
+            "expected a process group of all ranks: call torch.distributed.init_process_group, pass a mesh of all, "
+            "or mesh=<number> to simulate"
         )
     return group
 
