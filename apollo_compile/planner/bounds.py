@@ -22,10 +22,9 @@ Violated loads are added as cuts until there are none or the bound stops improvi
 tasks between, those with the longest path through them. Then the weights are rounded and the inequality is evaluated in
 integers, so the proof depends neither on the solver nor on floating point.
 
-In the linear program a task may be half on many units and half on few, which weakens the bound by a few percent where
-two towers of few large layers share the device. So the longest path and the longest path of the remaining tasks are
-also scheduled exactly, without all other tasks (`two_chains.py`). The result is the largest of these bounds; all of
-them ignore hand-overs.
+The result is the largest of this bound, the longest path and each load alone; all of them ignore hand-overs. In the
+linear program a task may be half on many units and half on few, which weakens the bound by a few percent where two
+towers of few large layers share the device.
 
 Sources: Mingozzi et al., "An exact algorithm for the RCPSP", Management Science 44, 1998,
 https://doi.org/10.1287/mnsc.44.5.714 (relaxation); Carlier, Pinson, "An algorithm for solving the job-shop problem",
@@ -45,7 +44,6 @@ import numpy.typing as npt
 
 from apollo_compile.planner.problem import Problem
 from apollo_compile.planner.simulate import tail_lengths
-from apollo_compile.planner.two_chains import Chain, shortest_makespan
 
 if TYPE_CHECKING:
     from ortools.linear_solver import pywraplp
@@ -81,11 +79,10 @@ def lower_bound(problem: Problem, *, use_program: bool = True, deadline: float =
     network = _Network(problem)
     longest_path = max(head + tail for head, tail in zip(network.heads, network.tails_with, strict=True))
     loads = network.first_loads()
-    simple = [longest_path, *(network.evaluate([load], [1]) for load in loads)]
-    claims = [*simple, network.two_chains()]
+    claims = [longest_path, *(network.evaluate([load], [1]) for load in loads)]
     if not use_program:
         return max(claims)
-    program = _Program(network, scale=max(simple))
+    program = _Program(network, scale=max(claims))
     for cut in (*network.orders(), *loads):
         program.add(cut)
     values: list[float] = []
@@ -180,36 +177,6 @@ class _Network:
     def capacity(self, cut: _Cut) -> int:
         """Return the factor that makes the coefficients of a constraint integers."""
         return 1 if cut.resource is None else self.capacities[cut.resource]
-
-    def two_chains(self) -> int:
-        """Return the shortest makespan of the longest path and the longest path of the rest; 0 if there are not two."""
-        is_before = self.is_before > 0
-        is_left = np.ones(len(self.modes), dtype=bool)
-        first = self._longest_chain(is_before, is_left)
-        is_left[first] = False
-        second = self._longest_chain(is_before, is_left)
-        if not self.problem.atom_sizes or not second:
-            return 0
-        return shortest_makespan(self._as_chain(first), self._as_chain(second), self.problem.lanes) or 0
-
-    def _longest_chain(self, is_before: npt.NDArray[np.bool_], is_left: npt.NDArray[np.bool_]) -> list[int]:
-        """Return the longest chain of the tasks in `is_left`, in order."""
-        lengths = np.zeros(len(self.modes), dtype=np.int64)
-        for task in np.flatnonzero(is_left):
-            lengths[task] = min(self.durations[task]) + (lengths * is_before[:, task]).max()
-        chain: list[int] = []
-        possible = is_left
-        while possible.any():
-            chain.append(int((lengths * possible).argmax()))
-            possible = possible & is_before[:, chain[-1]]
-        return chain[::-1]
-
-    def _as_chain(self, tasks: Sequence[int]) -> Chain:
-        return Chain(
-            modes=tuple(tuple((mode.lane, mode.duration) for mode in self.modes[task]) for task in tasks),
-            heads=tuple(self.heads[task] for task in tasks),
-            tail=self.tails[tasks[-1]],
-        )
 
     def evaluate(self, cuts: Sequence[_Cut], weights: Sequence[int]) -> int:
         """Return the bound that follows from integer weights >= 0, rounded up because makespans are integers."""

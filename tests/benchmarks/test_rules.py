@@ -9,7 +9,8 @@ from apollo_compile.planner.problem import ExecutionMode, Problem, Task, TaskSch
 from apollo_compile.planner.simulate import serial_schedule
 from benchmarks.rules import BASELINES
 from tests.builders import random_problem, realistic_problems
-from tests.planner.test_two_chains import LANES
+
+LANES = (frozenset({0, 1, 2}), frozenset({0}), frozenset({1, 2}), frozenset({0, 1}), frozenset({2}))
 
 UNITS = (4, 2, 2, 3, 1)
 """Of the lanes of `device`."""
