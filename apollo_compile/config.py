@@ -47,9 +47,9 @@ class PartitionConfig:
     weight_gradients: Literal["auto", "together", "apart"] = "auto"
     """Whether the matmuls of a layer's weight gradients are a separate segment, which no other segment waits for;
     `auto` separates them if that shortens the predicted plan."""
-    weight_casts: Literal["together", "apart"] = "together"
-    """Whether casts of a layer's weights for its matmuls, as autocast does them, are a separate segment, which a step
-    of several micro-batches runs once; `compile_step` separates them there."""
+    casts: Literal["together", "apart"] = "together"
+    """Whether casts of a layer's weights and gradients, as autocast does them, are apart from the layer: a step of
+    several micro-batches casts weights once, and gradients while it adds them; `compile_step` sets `apart` there."""
     min_segment_share: float = 0.005
     """Pieces with a smaller share of the graph's work are merged into a neighbour; between 0 and 1."""
     max_segment_share: float = 0.1

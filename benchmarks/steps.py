@@ -71,7 +71,7 @@ OWN_CASTS = (
     MeasuredVariant(
         name="apollo-step-program-own-casts",
         backend="apollo",
-        options={"plan.autotune": False, "partition.weight_casts": "together"},
+        options={"plan.autotune": False, "partition.casts": "together"},
         stepper=COMPILED,
     ),
 )

@@ -315,13 +315,13 @@ BUDGETS = {
     "ir": 1_800,
     "operators": 1_250,
     "passes": 2_860,
-    "planner": 3_250,
+    "planner": 3_050,
     "reports": 2_600,
-    "session": 5_820,
+    "session": 5_890,
     "store": 850,
     "target": 700,
     "tools": 3_500,
-    "torch_bridge": 6_195,
+    "torch_bridge": 6_210,
 }
 """Most lines of Python by room: growth of a room is a decision, and this is where it shows."""
 
@@ -334,7 +334,7 @@ SEVERAL_DEVICES = (
 )
 """What is there for more than one device: deployment plans, estimates, clusters, and whole steps of several ranks."""
 
-MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 37_500, 5_770
+MOST_LINES, MOST_LINES_FOR_SEVERAL_DEVICES = 37_430, 5_770
 
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FILE = 250, 600
 

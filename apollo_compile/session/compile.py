@@ -45,7 +45,7 @@ from apollo_compile.session.restore import Restorer, placeholder_run
 from apollo_compile.target.compilation import Compilation
 from apollo_compile.target.target import Code, Run, Target
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
-from apollo_compile.torch_bridge.aot_graph import clone_graph
+from apollo_compile.torch_bridge.aot_graph import clone_graph, return_uncast_gradients
 from apollo_compile.torch_bridge.cxx_compiler import compiler_complaint
 from apollo_compile.torch_bridge.dynamo_graph import copy_of_dynamo_graph, reads_numbers
 from apollo_compile.torch_bridge.frontend import compile_plainly, compile_with_inductor, is_for_dynamo
@@ -133,6 +133,8 @@ class GraphCompiler:
         traced: TracedGraph | None = None
         made: tuple[Run, Bundle | None] | Fallback
         try:
+            if role is Role.BACKWARD and model.config.partition.casts == "apart":
+                return_uncast_gradients(graph_module)
             traced = take_graph(graph_module, example_inputs, kwargs)
             made = self._compile_segments(traced, name=name, role=role)
         except RankError:  # a fallback would run other code than the other ranks

@@ -14,7 +14,13 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from apollo_compile.operators.effects import TORCH_NAMESPACES
 from apollo_compile.operators.writes import written_by
+from apollo_compile.torch_bridge.dynamic_sizes import has_sizes
 from apollo_compile.torch_bridge.onednn import is_linear
+
+FEWEST_UNCAST = 2**16
+"""Least number of elements of a gradient that is returned before its cast."""
+
+_CAST = torch.ops.prims.convert_element_type.default
 
 
 def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:
@@ -29,6 +35,22 @@ def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:
 def outputs_of(graph_module: fx.GraphModule) -> Sequence[Any]:
     """Return the outputs of the graph: nodes and constants."""
     return graph_module.graph.output_node().args[0]  # type: ignore[return-value]
+
+
+def return_uncast_gradients(backward: fx.GraphModule) -> None:
+    """Return gradients in the dtype in which they are computed where a cast to their parameter's comes last.
+
+    Who reads them casts, as autograd does. Small ones stay: compilers fuse their casts.
+    """
+    for value in [value for value in outputs_of(backward) if isinstance(value, fx.Node) and value.target is _CAST]:
+        (made,) = value.all_input_nodes
+        before, after = made.meta["val"], value.meta["val"]
+        is_wider = before.is_floating_point() and after.is_floating_point() and before.itemsize < after.itemsize
+        is_large = before.is_contiguous() and not has_sizes(after) and after.numel() >= FEWEST_UNCAST
+        if is_wider and is_large and len(value.users) == 1:
+            value.replace_all_uses_with(made)
+            backward.graph.erase_node(value)
+    backward.recompile()
 
 
 def user_outputs(graph_module: fx.GraphModule) -> frozenset[int]:

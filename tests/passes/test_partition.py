@@ -738,7 +738,7 @@ def test_casts_of_weights_are_segments_that_read_weights_only() -> None:
             return model(*inputs)
 
     recorded = record(call, two_tower_inputs())[ir.Role.FORWARD]
-    config = PartitionConfig(weight_casts="apart")
+    config = PartitionConfig(casts="apart")
     assert_replays(recorded, config)
     graph = partition_graph(recorded.captured, config=config).graph
     casts = [segment for segment in graph.segments if segment.name.endswith(":casts")]

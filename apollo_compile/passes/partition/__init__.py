@@ -35,7 +35,7 @@ delay the layers after it; as a segment of their own (`layers.3:weights`) they f
 leaves idle, even in a model with a single tower. The price is a segment boundary that fusion does not cross, so with
 `weight_gradients` at "auto" both partitions are made, and the caller, who knows the device, selects the better one.
 
-Under autocast, a forward casts the weights of its matmuls. With `weight_casts` at "apart", those of a layer are a
+Under autocast, a forward casts the weights of its matmuls. With `casts` at "apart", those of a layer are a
 segment of their own (`layers.3:casts`), which a step of several micro-batches runs once.
 
 In a backward graph, sums of the gradients of a layer that is called several times are its updates
@@ -136,7 +136,7 @@ def _cut(capture: Capture, config: PartitionConfig, *, separates_weight_gradient
         # micro-batches of a step stay apart
         sides = groups if capture.role is Role.STEP else group_apart(clusters, labels, is_apart)
         groups = number((side,) if apart else group for side, group, apart in zip(sides, groups, is_apart, strict=True))
-    if config.weight_casts == "apart" and named and capture.role is Role.FORWARD:
+    if config.casts == "apart" and named and capture.role is Role.FORWARD:
         is_cast = find_weight_casts(capture, clusters)
         labels = [label + CASTS * cast for label, cast in zip(labels, is_cast, strict=True)]
         groups = number((label,) if cast else group for label, group, cast in zip(labels, groups, is_cast, strict=True))

@@ -55,8 +55,8 @@ def check_arguments(
 
 
 def with_casts_apart(options: Mapping[str, Any] | None, microbatches: int) -> dict[str, Any]:
-    """Return options with which several micro-batches cast weights once, unless they say otherwise."""
-    return {"partition.weight_casts": "apart" if microbatches > 1 else "together", **(options or {})}
+    """Return options with which several micro-batches share casts, unless they say otherwise."""
+    return {"partition.casts": "apart" if microbatches > 1 else "together", **(options or {})}
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -121,7 +121,7 @@ def compose_micro_batches(
         bodies=(*wiring.own_bodies, *wiring.bodies),
         shared_inputs=shared_inputs,
         stable=frozenset(places[f"input {place}"] for place in shared_inputs.stable),
-        written=frozenset(places[value] for call in wiring.calls for value in call.writes),
+        written=frozenset(places[value] for call in wiring.calls for value in call.writes if value in places),
         kept=kept,
         averages=averages,
     )
@@ -209,15 +209,28 @@ class _Wiring:
 
     def add_micro_batches(self) -> None:
         """Add the forward and the backward of every micro-batch, and the sums of their gradients."""
-        adders = [self._add_graph(segments.add_gradients(group)) for group in self._groups] if self._count > 1 else []
         for part in range(self._count):
             made = self._add_micro_batch(part)
             if part == 0:
                 self.gradients = made
                 continue
+            in_place = part > 1
+            if part <= 2:
+                adders = [
+                    self._add_graph(segments.add_gradients(group, self._micro.parameters, in_place=in_place))
+                    for group in self._groups
+                ]
             for group, adder in zip(self._groups, adders, strict=True):
                 earlier, later = ([each[place] for place in group.sizes] for each in (self.gradients, made))
-                self._replace_gradients(group, adder, [*earlier, *later], label=f"@{part}")
+                if in_place:
+                    self._call(adder, [*earlier, *later], [], writes=earlier, label=f"@{part}")
+                else:
+                    self._replace_gradients(group, adder, [*earlier, *later], label=f"@{part}")
+        for group in self._groups if self._count == 1 else ():
+            if group.narrow:
+                widen = self._add_graph(segments.widen_gradients(group, self._micro.parameters))
+                own = replace(group, sizes=group.narrow)
+                self._replace_gradients(own, widen, [self.gradients[place] for place in group.narrow])
 
     def gather_parameters(self, averages: Averages) -> None:
         """Add segments that make whole parameters of shards: Note [collectives of a step] in `collectives.py`."""

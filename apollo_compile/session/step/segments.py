@@ -7,7 +7,7 @@ others, so their sum and update may run while the backward goes on elsewhere. On
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
@@ -32,6 +32,9 @@ _NORM_BYTES = 4
 FEWEST_BYTES = 2 * 2**20
 """Least bytes of gradients that are a group of their own beside others."""
 
+_PIECE = 2**18
+"""Elements of a gradient that are cast and added at a time."""
+
 _Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -45,6 +48,8 @@ class GradientGroup:
     """The innermost one that has all of them."""
     sizes: Mapping[int, int]
     """Bytes of the gradients, by the place of the parameter."""
+    narrow: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of those that the backward makes in a narrower dtype than their parameter's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,10 +66,14 @@ def group_gradients(backward: SegmentGraph, parameters: Mapping[int, torch.Tenso
     Small ones in a row are joined if their dtypes are alike: a call of an optimizer costs a lane 0.1 ms on a CPU.
     """
     made: dict[SegmentId | None, dict[int, int]] = {}
-    for place in parameters:
+    narrow: dict[int, int] = {}
+    for place, parameter in parameters.items():
         output = backward.outputs[place]
         assert output is not None
-        made.setdefault(backward.buffers[output].producer, {})[place] = backward.buffers[output].num_bytes
+        size = backward.buffers[output].num_bytes
+        if size < parameter.nbytes:
+            narrow[place] = size
+        made.setdefault(backward.buffers[output].producer, {})[place] = max(size, parameter.nbytes)
     groups, dtypes = list[GradientGroup](), set[torch.dtype]()
     for producer, sizes in made.items():
         maker = None if producer is None else backward.segments[producer]
@@ -75,22 +84,68 @@ def group_gradients(backward: SegmentGraph, parameters: Mapping[int, torch.Tenso
             name, sizes = f"{own.name.partition(' to ')[0]} to {name}", {**own.sizes, **sizes}
             levels = zip(own.module.split("."), module.split("."), strict=False)
             module = ".".join(level for level, _ in takewhile(lambda pair: pair[0] == pair[1], levels))
-        groups.append(GradientGroup(name=name, module=module, sizes=sizes))
+        own_narrow = {place: narrow[place] for place in sizes if place in narrow}
+        groups.append(GradientGroup(name=name, module=module, sizes=sizes, narrow=own_narrow))
     return groups
 
 
-def add_gradients(group: GradientGroup) -> OneSegment:
+def widen_gradients(group: GradientGroup, parameters: Mapping[int, torch.Tensor]) -> OneSegment:
+    """Cast narrow gradients to the dtypes of their parameters."""
+    dtypes, makes = [parameters[place].dtype for place in group.narrow], [group.sizes[place] for place in group.narrow]
+
+    def widen(narrow: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [gradient.to(dtype) for gradient, dtype in zip(narrow, dtypes, strict=True)]
+
+    return _one_segment(
+        group, "cast", takes=tuple(group.narrow.values()), makes=makes, flops=sum(makes) // 4, body=widen
+    )
+
+
+def add_gradients(group: GradientGroup, parameters: Mapping[int, torch.Tensor], *, in_place: bool) -> OneSegment:
     """Add gradients to those of earlier micro-batches, as autograd adds those of one backward to another's.
 
-    Takes the earlier ones, then the later ones; makes the sums.
+    Takes the earlier ones, then the later ones. Makes the sums; if `in_place`, writes to the earlier ones, which are
+    sums then. Others may share memory.
     """
-    sizes = tuple(group.sizes.values())
+    sizes, count = tuple(group.sizes.values()), len(group.sizes)
+    narrow = [index for index, place in enumerate(group.sizes) if place in group.narrow]
+    wide = [index for index, place in enumerate(group.sizes) if place not in group.narrow]
+    dtypes = {index: parameters[place].dtype for index, place in enumerate(group.sizes)}
 
     def add(terms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        sums: Sequence[torch.Tensor] = torch._foreach_add(terms[: len(sizes)], terms[len(sizes) :])
-        return sums
+        sums, later = terms[:count], terms[count:]
+        of_wide = [sums[index] for index in wide], [later[index] for index in wide]
+        if in_place and wide:
+            torch._foreach_add_(*of_wide)
+        elif wide:
+            for index, total in zip(wide, torch._foreach_add(*of_wide), strict=True):
+                sums[index] = total
+        for index in narrow:
+            if not in_place:
+                sums[index] = sums[index].to(dtypes[index], memory_format=torch.contiguous_format)
+            _add_narrow(sums[index], later[index])
+        return [] if in_place else sums
 
-    return _one_segment(group, "sum", takes=2 * sizes, makes=sizes, flops=sum(sizes) // 4, body=add)
+    made = tuple(group.narrow.get(place, size) for place, size in group.sizes.items())
+    return _one_segment(
+        group,
+        "sum",
+        takes=(*(sizes if in_place else made), *made),
+        makes=() if in_place else sizes,
+        flops=sum(sizes) // 4,
+        moved=sum(made) + 2 * sum(sizes),
+        body=add,
+    )
+
+
+def _add_narrow(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient of a narrower dtype; on a CPU in pieces, whose casts stay in the cache of a core."""
+    if total.is_cuda:
+        total.add_(gradient)
+        return
+    pieces = torch.split(total.view(-1), _PIECE), torch.split(gradient.reshape(-1), _PIECE)
+    for piece, term in zip(*pieces, strict=True):
+        piece.add_(term.to(piece.dtype))
 
 
 def communicate(group: GradientGroup, suffix: str, makes: Sequence[int], collective: _Function) -> OneSegment:

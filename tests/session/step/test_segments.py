@@ -75,7 +75,8 @@ def test_adding_clipping_and_updating_in_groups_is_doing_so_at_once(limit: float
     gradients: dict[int, torch.Tensor] = {}
     for group in GROUPS:
         taken = [each[place] for each in (earlier, later) for place in group.sizes]
-        gradients.update(zip(group.sizes, run(segments.add_gradients(group), *taken), strict=True))
+        add = segments.add_gradients(group, dict(enumerate(parameters)), in_place=False)
+        gradients.update(zip(group.sizes, run(add, *taken), strict=True))
     norms = [
         run(segments.measure_gradients(group), *(gradients[place] for place in group.sizes))[0] for group in GROUPS
     ]
@@ -87,6 +88,27 @@ def test_adding_clipping_and_updating_in_groups_is_doing_so_at_once(limit: float
         for place, gradient in zip(group.sizes, run(segment, *written, *own, factor), strict=True):
             assert torch.equal(gradient, expected[place].grad)
     assert all(torch.equal(mine, other) for mine, other in zip(parameters, expected, strict=True))
+
+
+def test_narrow_gradients_are_cast_while_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those of casting first, and what the backward made stays as it was."""
+    monkeypatch.setattr(segments, "_PIECE", 7)
+    monkeypatch.setattr(segments, "FEWEST_BYTES", 100)
+    parameters = dict(enumerate(gradients_of(0)))
+    made = [[g.bfloat16() if place in (0, 3) else g for place, g in enumerate(gradients_of(seed))] for seed in range(3)]
+    backward = graph(*4 * [()], sizes=[0, *(each.nbytes for each in made[0])])
+    (group,) = segments.group_gradients(backward, parameters)
+    assert (group.sizes, group.narrow) == ({0: 48, 1: 20, 2: 4, 3: 16}, {0: 24, 3: 8})
+    wide = run(segments.widen_gradients(group, parameters), made[0][0], made[0][3])
+    first, second, third = [[each.float() for each in gradients] for gradients in made]
+    assert all(map(torch.equal, wide, (first[0], first[3])))
+    sums = run(segments.add_gradients(group, parameters, in_place=False), *made[0], *made[1])
+    assert all(map(torch.equal, sums, map(torch.add, first, second)))
+    assert all(map(torch.equal, first, (each.float() for each in made[0])))
+    assert not run(segments.add_gradients(group, parameters, in_place=True), *sums, *made[2])
+    assert all(
+        map(torch.equal, sums, (one + two + three for one, two, three in zip(first, second, third, strict=True)))
+    )
 
 
 def test_a_scalar_of_lower_precision_keeps_its_dtype() -> None:
