@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -242,6 +244,49 @@ def join(rank: int, port: int, size: int) -> dist.Store:
     return store
 
 
+def train_and_resume(plan: apollo_compile.DeploymentPlan, scenario: Scenario) -> dict[str, list[Any]]:
+    """Return losses, norms, and states of the model and its optimizer, with clipping, in one process and divided.
+
+    Half of the steps run on each of two divisions, with a checkpoint between them.
+    """
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        vectors = [each for each in model.parameters() if each.dim() < 2]
+        matrices = {"params": [each for each in model.parameters() if each.dim() > 1], "weight_decay": 0.1}
+        return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, matrices], lr=0.01)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., torch.Tensor]) -> list[float]:
+        seen = []
+        for _ in range(STEPS // 2):
+            loss = scenario.loss_fn(model(**scenario.batch))
+            optimizer.zero_grad()
+            loss.backward()
+            seen += [loss.item(), clip(max_norm=0.1).item()]
+            optimizer.step()
+        return seen
+
+    alone = copy.deepcopy(scenario.model)
+    optimizer = make_optimizer(alone)
+    clip = functools.partial(nn.utils.clip_grad_norm_, list(alone.parameters()))
+    seen = steps(alone, optimizer, clip) + steps(alone, optimizer, clip)
+    found = {"alone": [seen, dict(alone.state_dict()), get_optimizer_state_dict(alone, optimizer)]}
+    for name, after in zip(FOUR, [*FOUR][1:] + [*FOUR][:1], strict=True):
+        order = FOUR[name], FOUR[after]
+        state, optimizer_state, seen = scenario.model.state_dict(), None, []
+        for image, text in order:
+            edited = plan.move("image", first=0, **image).move("text", first=4 - text["devices"], **text)
+            model = copy.deepcopy(scenario.model)
+            model.load_state_dict(state)
+            edited.apply(model)
+            optimizer = make_optimizer(model)
+            if optimizer_state is not None:
+                edited.load_optimizer_state_dict(model, optimizer, optimizer_state)
+            seen += steps(model, optimizer, functools.partial(edited.clip_grad_norm_, model))
+            state, optimizer_state = edited.full_state_dict(model), edited.full_optimizer_state_dict(model, optimizer)
+        found[name] = [seen, dict(state), optimizer_state]
+    return found
+
+
 def run_one_of_four(rank: int, port: int, folder: Path) -> None:
     """Train on four ranks, with two backwards per step, and write what this rank saw."""
     join(rank, port, 4)
@@ -257,6 +302,7 @@ def run_one_of_four(rank: int, port: int, folder: Path) -> None:
         edited = plan.move("image", first=0, **image).move("text", first=4 - text["devices"], **text)
         losses = train(edited.apply(model), scenario, backwards=2)
         found[name] = (losses, dict(plan.full_state_dict(model)))
+    found["resumed"] = train_and_resume(plan, scenario)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -386,6 +432,12 @@ def errors() -> dict[str, str]:
     note("memory", lambda: deploy(scenario.model, modules=scenario.names, memory=1000))
     model = plan.apply(copy.deepcopy(scenario.model))
     note("twice", lambda: plan.apply(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = plan.full_optimizer_state_dict(model, optimizer)
+    note(
+        "other groups", lambda: plan.load_optimizer_state_dict(model, torch.optim.AdamW(model.pair.parameters()), state)
+    )
+    note("early optimizer", lambda: plan.full_optimizer_state_dict(model, torch.optim.AdamW(Towers(1, 1).parameters())))
     note("other model", lambda: plan.apply(Towers(1, 1)))
     note("small batch", lambda: model(image=torch.randn(1, WIDTH), text=torch.randn(1, WIDTH)))
     x = torch.ones(BATCH, WIDTH)
@@ -406,6 +458,10 @@ def errors() -> dict[str, str]:
     statistics = deploy(normed, modules=["image", "text"])
     note("batch norm", lambda: statistics.move("image", first=0, devices=2))
     note("no pairs", lambda: statistics.move("text", first=0, devices=2, tensor=2))
+    state = place(statistics, ("image", "text"), "apart").apply(normed) and statistics.full_state_dict(normed)
+    found["counted"] = str(
+        state["image.1.num_batches_tracked"].item() == 0 and not any(v.is_meta for v in state.values())
+    )
     writing = Writing(2, 2)
     place(deploy(writing, modules=["image", "text"]), ("image", "text"), "apart").apply(writing)
     with torch.no_grad():

@@ -76,7 +76,7 @@ def test_a_rank_has_the_part_of_the_parameters_that_the_plan_predicts(
 
 
 def test_four_ranks_are_replicas_that_are_divided(tmp_path: Path) -> None:
-    """And modules on other halves of them; with two backwards per step."""
+    """And modules on other halves of them; with two backwards per step, with clipping, and from a checkpoint."""
     start_ranks(work.run_one_of_four, work.__name__, 4, tmp_path)
     seen = read_ranks(tmp_path, 4)
     for rank in seen:
@@ -84,6 +84,11 @@ def test_four_ranks_are_replicas_that_are_divided(tmp_path: Path) -> None:
             torch.testing.assert_close(rank[name][0], rank[""][0], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(rank[name][1], dict(rank[""][1]), rtol=1e-3, atol=1e-5)
             torch.testing.assert_close(rank[name][1], seen[0][name][1], rtol=0, atol=0)
+            *found, optimizer = rank["resumed"][name]
+            *expected, expected_optimizer = rank["resumed"]["alone"]
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(optimizer["state"], expected_optimizer["state"], rtol=1e-3, atol=1e-5)
+            assert optimizer["param_groups"] == expected_optimizer["param_groups"]
 
 
 def test_both_ranks_have_one_plan_with_the_graph_of_the_model(ranks: list[dict[str, Any]]) -> None:
@@ -103,6 +108,11 @@ def test_a_graph_that_is_kept_has_a_second_backward(ranks: list[dict[str, Any]])
 def test_outputs_that_no_code_read_are_there_too(ranks: list[dict[str, Any]]) -> None:
     """On both ranks, with the numbers of one process."""
     assert [rank["errors"]["unused"] for rank in ranks] == ["True", "True"]
+
+
+def test_the_whole_state_has_counts_of_modules_on_other_ranks(ranks: list[dict[str, Any]]) -> None:
+    """Tensors without dimensions, as of BatchNorm."""
+    assert [rank["errors"]["counted"] for rank in ranks] == ["True", "True"]
 
 
 def test_the_link_is_measured_unless_it_is_given(ranks: list[dict[str, Any]]) -> None:
@@ -132,6 +142,8 @@ def test_gradients_accumulate(ranks: list[dict[str, Any]]) -> None:
         ("nested", "DeploymentError: module 'pair.layers' is inside of 'pair'"),
         ("memory", "InfeasiblePlanError: no placement of 3 modules on 2 devices keeps the memory of 1000 bytes"),
         ("twice", "DeploymentError: a plan has been applied to this model"),
+        ("other groups", "DeploymentError: the state has 10 parameters in 1 groups, and the optimizer 6 in 1; expected"),
+        ("early optimizer", "DeploymentError: the optimizer has a parameter of shape () that the model does not have"),
         ("other model", "DeploymentError: the plan is for another model: there is no module 'pair'"),
         ("small batch", "DeploymentError: module 'pair' got 1 samples for 2 replicas"),
         ("tied", "DeploymentError: 'text' and 'image' share a parameter"),

@@ -1,6 +1,6 @@
 """Run a model as a deployment says: `DeploymentPlan.apply`.
 
-    apply_deployment(deployment, model, group) -> model;  full_state_dict(model) -> state on every rank
+    apply_deployment(deployment, model, group) -> model
 
 Every rank runs the model's own code with the whole batch. A module with a group is computed by the ranks of its group
 only, each with its share of the samples; then every rank has the whole output, so that the code between modules and the
@@ -26,7 +26,6 @@ Note [Held calls]
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,10 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from apollo_compile.distributed.deploy.arriving import Arriving, arrived
-from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, map_samples
+from apollo_compile.distributed.deploy.divided import DividedModule, Subgroups, map_samples, placed_modules
 from apollo_compile.distributed.link import sum_gradients, tell
 from apollo_compile.errors import DeploymentError
 from apollo_compile.passes.deploy import REST, Deployment
@@ -314,10 +312,6 @@ class _Node(torch.autograd.Function):
         return None, None, None, None, *found.values()
 
 
-_placed: weakref.WeakKeyDictionary[nn.Module, list[DividedModule]] = weakref.WeakKeyDictionary()
-"""Modules that run on groups, by model."""
-
-
 def apply_deployment(
     deployment: Deployment, model: nn.Module, everyone: dist.ProcessGroup, options: Mapping[str, Any]
 ) -> nn.Module:
@@ -326,7 +320,7 @@ def apply_deployment(
         raise DeploymentError(
             f"the plan is for {deployment.cluster.devices} devices, and there are {size} ranks; plan again with deploy"
         )
-    if model in _placed:
+    if model in placed_modules:
         raise DeploymentError("a plan has been applied to this model; build the model again to apply another")
     groups = [group for group in deployment.groups if group.module != REST]
     modules = dict(model.named_modules())
@@ -344,21 +338,9 @@ def apply_deployment(
     subgroups = Subgroups(everyone, next((each.device for each in model.state_dict().values()), torch.device("cpu")))
     calls = HeldCalls(options if any(group.units < deployment.cluster.units for group in groups) else None)
     model.forward = functools.update_wrapper(functools.partial(calls.forward, model.forward), model.forward)
-    _placed[model] = [DividedModule(modules[own.module], own, pairs_of[own.module], subgroups) for own in groups]
-    for placed in _placed[model]:
+    placed_modules[model] = [DividedModule(modules[own.module], own, pairs_of[own.module], subgroups) for own in groups]
+    for placed in placed_modules[model]:
         if not placed.is_member:
             placed.module.to_empty(device="meta")
         placed.module.forward = functools.partial(calls.call, placed, placed.module.forward)
     return model
-
-
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state of all modules of a model with a plan, on every rank; all ranks call it."""
-    state = {name: value.detach() for name, value in model.state_dict().items()}
-    for placed in _placed.get(model, ()):
-        paths = [path for path, module in model.named_modules(remove_duplicate=False) if module is placed.module]
-        for name in (f"{path}.{own}" for path in paths for own in placed.module.state_dict()):
-            value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]  # by its ranks
-            state[name] = torch.empty_like(value, device=placed.device) if value.is_meta else value.contiguous()
-            dist.broadcast(state[name], group=placed.subgroups.everyone, group_src=placed.group.first)
-    return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +119,10 @@ class DividedModule:
         if self.subgroups.rank not in self.heads:
             whole.zero_()
         return [dist.all_reduce(whole, group=group, async_op=True)]
+
+
+placed_modules: weakref.WeakKeyDictionary[nn.Module, list[DividedModule]] = weakref.WeakKeyDictionary()
+"""Modules that run on groups, by model."""
 
 
 class _Whole(nn.Sequential):

@@ -1,7 +1,8 @@
 """Deployment plans for users: print, draw, edit, save, compare, apply.
 
 str(plan);  plan.to_svg();  plan.move("text", first=1, devices=1);  plan.save(path)
-DeploymentPlan.load(path);  plan.diff(other);  plan.apply(model, mesh);  plan.full_state_dict(model)
+DeploymentPlan.load(path);  plan.diff(other);  plan.apply(model, mesh)
+plan.full_state_dict(model);  plan.full_optimizer_state_dict(model, optimizer);  plan.clip_grad_norm_(model, max_norm)
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
-from apollo_compile.distributed.deploy.apply import apply_deployment, full_state_dict
+from apollo_compile.distributed.deploy import state as states
+from apollo_compile.distributed.deploy.apply import apply_deployment
 from apollo_compile.distributed.deploy.divided import group_of
 from apollo_compile.distributed.deploy.picture import render_svg
 from apollo_compile.errors import DeploymentError, PlanFileError
@@ -168,7 +171,42 @@ class DeploymentPlan:
 
     def full_state_dict(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters and buffers of all modules of a model that runs as planned; all ranks call it."""
-        return full_state_dict(model)
+        return states.full_state_dict(model)
+
+    def full_optimizer_state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state of all parameters, by name, on every rank; all ranks call it.
+
+        Returns:
+            `state`, with whole tensors by names of the parameter and of the value, and `param_groups` with names as
+            their `params`, as `torch.distributed.checkpoint.state_dict` has them.
+
+        Raises:
+            DeploymentError: the optimizer has parameters that the model does not have.
+        """
+        return states.full_optimizer_state_dict(model, optimizer)
+
+    def load_optimizer_state_dict(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what `full_optimizer_state_dict` returned, also with another plan or number of devices.
+
+        Arguments:
+            model: a model that runs as planned, that is, after `apply`.
+            optimizer: of that model's parameters, in the same groups; each rank loads its parts.
+            state: the whole state.
+
+        Raises:
+            DeploymentError: the groups have other parameters.
+        """
+        states.load_optimizer_state_dict(model, optimizer, state)
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of the whole model, as `torch.nn.utils.clip_grad_norm_` does in one process.
+
+        All ranks call it. torch's function on a rank would see the gradients of the rank's own modules only.
+
+        Returns:
+            The norm before, the same on all ranks.
+        """
+        return states.clip_grad_norm_(model, max_norm, norm_type)
 
 
 _FORMAT = FileFormat(kind="deployment plan", number=2, content=DeploymentPlan, max_bytes=64 * 2**20)
