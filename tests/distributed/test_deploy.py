@@ -142,7 +142,10 @@ def test_gradients_accumulate(ranks: list[dict[str, Any]]) -> None:
         ("nested", "DeploymentError: module 'pair.layers' is inside of 'pair'"),
         ("memory", "InfeasiblePlanError: no placement of 3 modules on 2 devices keeps the memory of 1000 bytes"),
         ("twice", "DeploymentError: a plan has been applied to this model"),
-        ("other groups", "DeploymentError: the state has 10 parameters in 1 groups, and the optimizer 6 in 1; expected"),
+        (
+            "other groups",
+            "DeploymentError: the state has 10 parameters in 1 groups, and the optimizer 6 in 1; expected",
+        ),
         ("early optimizer", "DeploymentError: the optimizer has a parameter of shape () that the model does not have"),
         ("other model", "DeploymentError: the plan is for another model: there is no module 'pair'"),
         ("small batch", "DeploymentError: module 'pair' got 1 samples for 2 replicas"),
