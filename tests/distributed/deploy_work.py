@@ -458,9 +458,10 @@ def errors() -> dict[str, str]:
     statistics = deploy(normed, modules=["image", "text"])
     note("batch norm", lambda: statistics.move("image", first=0, devices=2))
     note("no pairs", lambda: statistics.move("text", first=0, devices=2, tensor=2))
-    state = place(statistics, ("image", "text"), "apart").apply(normed) and statistics.full_state_dict(normed)
+    place(statistics, ("image", "text"), "apart").apply(normed)
+    whole = statistics.full_state_dict(normed)
     found["counted"] = str(
-        state["image.1.num_batches_tracked"].item() == 0 and not any(v.is_meta for v in state.values())
+        whole["image.1.num_batches_tracked"].item() == 0 and not any(v.is_meta for v in whole.values())
     )
     writing = Writing(2, 2)
     place(deploy(writing, modules=["image", "text"]), ("image", "text"), "apart").apply(writing)

@@ -188,10 +188,7 @@ class DeploymentPlan:
     def load_optimizer_state_dict(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state_dict` returned, also with another plan or number of devices.
 
-        Arguments:
-            model: a model that runs as planned, that is, after `apply`.
-            optimizer: of that model's parameters, in the same groups; each rank loads its parts.
-            state: the whole state.
+        Call it after `apply`, with an optimizer of that model's parameters in the same groups; a rank loads its parts.
 
         Raises:
             DeploymentError: the groups have other parameters.

@@ -9,7 +9,7 @@ All ranks call them. A rank has the parts of its own modules; what is in no modu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,20 +48,20 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Do what `DeploymentPlan.load_optimizer_state_dict` says."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    found = [_names_of(group, names) for group in optimizer.param_groups]
-    if (expected := [list(group["params"]) for group in state["param_groups"]]) != found:
-        raise DeploymentError(
-            f"the state has {sum(map(len, expected))} parameters in {len(expected)} groups, and the optimizer "
-            f"{sum(map(len, found))} in {len(found)}; expected the same names: make the optimizer as it was made before"
-        )
+    current = [{**group, "params": _names_of(group, names)} for group in optimizer.param_groups]
+    for expected, got in itertools.zip_longest(_places(state["param_groups"]), _places(current), fillvalue="no more"):
+        if expected != got:
+            raise DeploymentError(
+                f"the state's optimizer has {expected} where this one has {got}: make the optimizer in the same way"
+            )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {
         index: {key: _part(value, parameter) for key, value in state["state"][names[parameter]].items()}
         for index, parameter in enumerate(parameters)
         if names[parameter] in state["state"] and not parameter.is_meta
     }
-    numbers = itertools.count()
-    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in state["param_groups"]]
+    numbers = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+    groups = [{**group, "params": each} for group, each in zip(state["param_groups"], numbers, strict=True)]
     optimizer.load_state_dict({"state": own, "param_groups": groups})
 
 
@@ -69,13 +69,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """Do what `DeploymentPlan.clip_grad_norm_` says."""
     placed = placed_modules.get(model, [])
     inside = {each for own in placed for each in own.module.parameters()}
-    rest = [each for each in model.parameters() if each not in inside and each.grad is not None]
-    norms = [_norm([each.grad for each in rest if each.grad is not None], norm_type)]
+    outside = (each for each in model.parameters() if each not in inside)
+    norms = [_norm([each.grad for each in outside if each.grad is not None], norm_type)]
     for own in placed:
         grads = [each.grad for each in own.module.parameters() if each.grad is not None and not each.is_meta]
-        norm = _norm(grads, norm_type).to(own.device)
-        dist.broadcast(norm, group=own.subgroups.everyone, group_src=own.group.first)
-        norms.append(norm)
+        norms.append(_norm(grads, norm_type).to(own.device))
+        dist.broadcast(norms[-1], group=own.subgroups.everyone, group_src=own.group.first)
     norms = [each.to(norms[-1].device) for each in norms]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     trained = [each for each in model.parameters() if each.grad is not None and not each.is_meta]
@@ -113,6 +112,11 @@ def _part(value: Any, parameter: torch.Tensor) -> Any:
         return value
     mesh = parameter.device_mesh
     return distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+
+
+def _places(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the names and groups of parameters, in the order that an optimizer has."""
+    return (f"{name!r} in group {number}" for number, group in enumerate(groups) for name in group["params"])
 
 
 def _names_of(group: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> list[str]:
